@@ -1,1 +1,2 @@
-"""Gemma 4's language models: heads whose sizes differ between layers, and experts beside MLPs. See README.md."""
+"""Gemma 4's language models: heads whose sizes differ between layers, experts beside MLPs, inputs of single layers, and
+keys that layers share. See README.md."""

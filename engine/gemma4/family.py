@@ -2,23 +2,34 @@
 no values but their keys; norms on both sides of attention and MLP; and a number that ends each layer. One has experts
 beside its MLPs.
 
-Models with per-layer embeddings or layers that share keys and values (E2B, E4B) are not computed here: transformers'
-own modules compute them.
+The small models (E2B, E4B) have an input of its own for each layer, and last layers that read the keys and values of
+earlier ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from engine.errors import UserError
 from engine.experts.families.routed import routed_sizes
+from engine.gemma4.decoder import SharingConfig
 from engine.gemma4.experts import SideExperts
 from engine.gemma4.heads import NormedValues
 from engine.gemma4.layer_scalar import LayerScalars
+from engine.gemma4.per_layer import (
+    GATE,
+    LAYER_PROJECTION,
+    NORM,
+    OUTPUT_NORM,
+    PROJECTION,
+    TABLE,
+    PerLayerInputs,
+)
+from engine.gemma4.sharing import KeySources, SharedKeys, WideMLPs
 from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Multipliers, Rope, RopeScaling
 from engine.models.families.family import Family
 from engine.models.families.reading import (
@@ -33,10 +44,12 @@ from engine.models.families.reading import (
 from engine.models.names import LAYER_SCALAR, NameMap
 from engine.models.stacked_parts import stacked
 
+_PER_LAYER = (GATE, LAYER_PROJECTION, OUTPUT_NORM)
 NAMES = NameMap(layer_modules={**BOTH_NORMS_MODULES, LAYER_SCALAR: LAYER_SCALAR}, parameters=(LAYER_SCALAR,))
-MOE_NAMES = NameMap(
+TEXT_NAMES = NameMap(
     layer_modules={
         **NAMES.layer_modules,
+        **{name: name for name in _PER_LAYER},
         "mlp.router": "router.proj",
         **stacked("experts"),
         "mlp.dense_output_norm": "post_feedforward_layernorm_1",
@@ -44,17 +57,18 @@ MOE_NAMES = NameMap(
         "mlp.experts_input_norm": "pre_feedforward_layernorm_2",
     },
     parameters=NAMES.parameters,
+    ends={name: name for name in (TABLE, PROJECTION, NORM)},
     tensors={f"mlp.router.{name}": f"router.{name}" for name in ("scale", "per_expert_scale")},
 )
 
 _SHARED = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+    "tie_word_embeddings": True, "attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
 }  # fmt: skip
 _DEFAULTS = {
     "gemma4_text": {
         **_SHARED, "sliding_window": 512, "max_position_embeddings": 131_072, "hidden_size_per_layer_input": 256,
-        "enable_moe_block": False,
+        "vocab_size_per_layer_input": 262_144, "enable_moe_block": False,
     },
     "gemma4_unified_text": {**_SHARED, "sliding_window": 1024, "max_position_embeddings": 262_144},
 }  # fmt: skip
@@ -62,21 +76,13 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-_LACKING = {
-    "num_kv_shared_layers": "layers that share keys and values",
-    "hidden_size_per_layer_input": "per-layer embeddings",
-}
-"""Key -> what a model has where its value is not 0 or false."""
+
+
+_OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def _filled(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     return filled(hf, _DEFAULTS[family])
-
-
-def computes(hf: Mapping[str, Any], *, family: str) -> bool:
-    """Returns whether the engine has all layers of a model."""
-    filled = _filled(hf, family)
-    return not any(filled.get(key) for key in _LACKING)
 
 
 def _types(hf: Mapping[str, Any]) -> list[str]:
@@ -163,12 +169,6 @@ def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
             f"config.json has use_bidirectional_attention all in a {family} model, and the decoder's attention is "
             "causal: use a generative model."
         )
-    for key, what in _LACKING.items():
-        if hf.get(key):
-            raise UserError(
-                f"config.json has {key} {hf[key]}, but the engine's own Gemma 4 has no {what}: set "
-                "model.implementation to auto, which takes transformers' modules."
-            )
     types = _types(hf)
     kinds = windows_from_hf({**hf, "layer_types": types}, types) or (PLAIN_LAYER,) * len(types)
     everywhere = tuple(index for index, kind in enumerate(types) if kind == "full_attention")
@@ -187,7 +187,10 @@ def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
     usual = int(hf["num_key_value_heads"]), int(hf["head_dim"])
     are_keys = bool(hf["attention_k_eq_v"])
     ropes = {**_ROPES, **hf.get("rope_parameters", {})}
-    return decoder_config(
+    shared = _shared_keys(hf, types, {"full_attention": (keys, dim), "sliding_attention": usual})
+    reading = {index for one in shared for index in one.layers}
+    inputs = _per_layer_inputs(hf, family)
+    plain = decoder_config(
         hf,
         family,
         qk_norm=True,
@@ -199,23 +202,96 @@ def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
         attention_scale=1.0,
         logits_softcap=hf.get("final_logit_softcapping"),
         variants=(
-            NormedValues(layers=windowed, num_kv_heads=usual[0], dim=usual[1], are_keys=False, fuses=True),
             NormedValues(
-                layers=everywhere,
+                layers=_without(windowed, reading), num_kv_heads=usual[0], dim=usual[1], are_keys=False, fuses=True
+            ),
+            NormedValues(
+                layers=_without(everywhere, reading),
                 num_kv_heads=keys,
                 dim=dim,
                 are_keys=are_keys,
                 fuses=(keys, dim) == usual and not are_keys,
             ),
+            *shared,
+            *([KeySources(layers=tuple(one.source for one in shared))] if shared else []),
+            *_wide_mlps(hf, reading),
+            *inputs,
             LayerScalars(),
             *_experts(hf),
         ),
     )
+    if not shared and not inputs:
+        return plain
+    return SharingConfig(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+
+
+def _without(layers: tuple[int, ...], others: Collection[int]) -> tuple[int, ...]:
+    return tuple(index for index in layers if index not in others)
+
+
+def _shared_keys(
+    hf: Mapping[str, Any], types: list[str], sizes: Mapping[str, tuple[int, int]]
+) -> tuple[SharedKeys, ...]:
+    """Returns the layers that read keys and values of earlier ones, of each type.
+
+    Args:
+        sizes: type -> its key/value heads and their features.
+
+    Raises:
+        UserError: there is no earlier layer of a type.
+    """
+    count = int(hf["num_kv_shared_layers"])
+    if not count:
+        return ()
+    first = len(types) - count
+    shared = []
+    for kind, (keys, dim) in sizes.items():
+        layers = tuple(index for index in range(max(first, 0), len(types)) if types[index] == kind)
+        sources = [index for index in range(first) if types[index] == kind]
+        if layers and not sources:
+            raise UserError(
+                f"config.json has num_kv_shared_layers {count} of {len(types)} layers, and no earlier layer is of type "
+                f"{kind}, whose keys the last ones would read: correct it or copy it again."
+            )
+        if layers:
+            shared.append(
+                SharedKeys(layers=layers, num_kv_heads=keys, dim=dim, are_keys=False, fuses=False, source=sources[-1])
+            )
+    return tuple(shared)
+
+
+def _wide_mlps(hf: Mapping[str, Any], layers: Collection[int]) -> tuple[WideMLPs, ...]:
+    """Returns the MLPs of twice the width, of layers that read others' keys.
+
+    Raises:
+        UserError: they have experts beside them.
+    """
+    if not hf.get("use_double_wide_mlp") or not layers:
+        return ()
+    if hf.get("enable_moe_block"):
+        raise UserError(
+            "config.json has use_double_wide_mlp and enable_moe_block true, but the engine's own Gemma 4 has no "
+            "experts beside MLPs of twice the width: set model.implementation to adopted."
+        )
+    return (WideMLPs(layers=tuple(sorted(layers)), intermediate=2 * int(hf["intermediate_size"])),)
+
+
+def _per_layer_inputs(hf: Mapping[str, Any], family: str) -> tuple[PerLayerInputs, ...]:
+    width = int(hf.get("hidden_size_per_layer_input") or 0) if family == "gemma4_text" else 0  # the others ignore it
+    return (PerLayerInputs(width=width, vocab_size=int(hf["vocab_size_per_layer_input"])),) if width else ()
+
+
+def _unused(hf: Mapping[str, Any], family: str) -> tuple[str, ...]:
+    """Returns what checkpoints have of the keys and values of layers that read others'; transformers ignores it too."""
+    hf = _filled(hf, family)
+    layers = int(hf["num_hidden_layers"])
+    shared = range(max(0, layers - int(hf["num_kv_shared_layers"])), layers)
+    return tuple(f"*layers.{index}.self_attn.{name}.*" for index in shared for name in _OF_KEYS)
 
 
 def _family(name: str, names: NameMap) -> Family:
-    return Family(partial(config_from_hf, family=name), names, computes=partial(computes, family=name))
+    return Family(partial(config_from_hf, family=name), names, unused=partial(_unused, family=name))
 
 
-TEXT = _family("gemma4_text", MOE_NAMES)
+TEXT = _family("gemma4_text", TEXT_NAMES)
 UNIFIED_TEXT = _family("gemma4_unified_text", NAMES)

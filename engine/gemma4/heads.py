@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
+from engine.gemma4.beside import offer
 from engine.layers.attention import Attention, Heads, attend, attention_linears, check_heads
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -53,7 +54,7 @@ class NormedValues(LayerVariant):
 
     def attention(self, place: LayerPlace) -> ValueNormAttention:
         heads = Heads(queries=place.config.num_heads, keys=self.num_kv_heads, dim=self.dim)
-        make = partial(ValueNormAttention, are_keys=self.are_keys)
+        make = partial(ValueNormAttention, layer=place.index, are_keys=self.are_keys)
         return plain_attention(place, _linears(place, self, heads), make=make, heads=heads)
 
     def attention_parameters(self, config: DecoderConfig) -> int:
@@ -109,13 +110,14 @@ class ValueNormAttention(Attention):
     """Attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
+        layer: its index.
         are_keys: as of `NormedValues`.
         more: of `Attention`.
     """
 
-    def __init__(self, prefix: str, *, are_keys: bool, norm_eps: float, **more: Any) -> None:
+    def __init__(self, prefix: str, *, layer: int, are_keys: bool, norm_eps: float, **more: Any) -> None:
         super().__init__(prefix, norm_eps=norm_eps, **more)
-        self._are_keys, self._eps = are_keys, norm_eps
+        self._layer, self._are_keys, self._eps = layer, are_keys, norm_eps
 
     def _tables(self, context: TokenContext) -> tuple[Tensor, Tensor]:
         """The rotary tables of this layer; those of the model are as wide as its widest heads need."""
@@ -133,5 +135,6 @@ class ValueNormAttention(Attention):
         else:
             q, k, v_TKD = self._split(qkv, context)
         v_TKD = rmsnorm(v_TKD, v_TKD.new_ones(self.head_dim), self._eps, None)
+        offer(self._layer, k, v_TKD, context)
         out = attend(self.prefix, self.attention, self.layout, self.scale, q, k, v_TKD, context)
         return self.o_proj(out.flatten(1), GivenInput(), context)

@@ -17,6 +17,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     Args:
         vocab_size, hidden: global sizes; a vocabulary that does not divide is padded on the last ranks.
+        name: engine module name.
         tied_to: module name whose training also trains this matrix (the output head), or None.
         copied: the last pipeline rank holds a copy of it for the tied head.
     """
@@ -27,6 +28,7 @@ class VocabParallelEmbedding(ShardedModule):
         hidden: int,
         *,
         build: LayerContext,
+        name: str = "embed_tokens",
         tied_to: str | None = None,
         copied: bool = False,
     ) -> None:
@@ -36,17 +38,17 @@ class VocabParallelEmbedding(ShardedModule):
         spec = padded_split_spec((vocab_size, hidden), 0, rank=tp.rank, size=tp.size)
         if copied:
             spec = replace(spec, grad_reduce=("pp_ends",), replicated=("pp_ends",))
-        trains = plan.trains("embed_tokens") or (tied_to is not None and plan.trains(tied_to))
-        weight = self.own("embed_tokens.weight", build.empty(spec.local_shape), spec, trainable=trains)
+        trains = plan.trains(name) or (tied_to is not None and plan.trains(tied_to))
+        weight = self.own(f"{name}.weight", build.empty(spec.local_shape), spec, trainable=trains)
         self.weight = weight
         self._leaves = [weight.parameter] if trains else []
         a = b = None
-        settings = plan.adapter("embed_tokens")
+        settings = plan.adapter(name)
         if settings is not None:
             spec_a = padded_split_spec((settings.rank, vocab_size), 1, rank=tp.rank, size=tp.size)
             spec_b = replicated_spec((hidden, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-            a = self.own("embed_tokens.lora_A", build.empty(spec_a.local_shape), spec_a, trainable=True)
-            b = self.own("embed_tokens.lora_B", build.empty(spec_b.local_shape), spec_b, trainable=True)
+            a = self.own(f"{name}.lora_A", build.empty(spec_a.local_shape), spec_a, trainable=True)
+            b = self.own(f"{name}.lora_B", build.empty(spec_b.local_shape), spec_b, trainable=True)
             self._leaves += [a.parameter, b.parameter]
         self.operands = EmbeddingOperands(
             weight_VH=weight.parameter.data,

@@ -317,7 +317,8 @@ class Decoder(nn.Module):
         rows = self.stream_rows(batch, layer)
         if of_gradient and not self.carried_trains:
             return rows
-        return rows + sum(stage_message.rows_below(*shape, self.config.hidden) for shape in self._carried_shapes(batch))
+        shapes = self.carried_shapes(batch, layer)
+        return rows + sum(stage_message.rows_below(*shape, self.config.hidden) for shape in shapes)
 
     def pack(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns what the next part takes, for what `run_layers` returned."""
@@ -326,15 +327,21 @@ class Decoder(nn.Module):
 
     def unpack(self, message: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
         """Returns the residual stream, and `carried` of `context`, of what the part before sent."""
-        x, carried = stage_message.unpack(message, self._carried_shapes(batch))
+        x, carried = stage_message.unpack(message, self.carried_shapes(batch, self.part.first))
         return x, [one if one is None or self.carried_trains else one.detach() for one in carried]
 
-    def _carried_shapes(self, batch: Batch) -> list[tuple[int, int]]:
+    def carried_shapes(self, batch: Batch, layer: int) -> list[tuple[int, int]]:
+        """Returns the shapes of what stands beside the stream that enters a layer; a count of 0 is none."""
         return [(front.num_carried(batch), front.carried_width) for front in self.config.fronts]
 
     @property
+    def beside_embedding(self) -> tuple[nn.Module, ...]:
+        """What this part runs before its first layer, beside the embedding and the fronts."""
+        return ()
+
+    @property
     def _num_units_before_layers(self) -> int:
-        return int(self.part.embedding) + len(self.fronts)
+        return int(self.part.embedding) + len(self.fronts) + len(self.beside_embedding)
 
     def stream_rows(self, batch: Batch, layer: int) -> int:
         """Returns the rows of what enters a layer on this rank, or leaves the one before it: the residual stream, and

@@ -298,9 +298,12 @@ class LayerVariant:
         return plain
 
     def mixer_linears(self) -> tuple[str, ...]:
-        """Returns the last components of the names of the linears of what stands in the place of attention, which have
-        adapters where no target is named."""
+        """Returns the last components of the names of the linears of what stands in the place of attention."""
         return ()
+
+    def usual_linears(self) -> tuple[str, ...]:
+        """Returns those of linears, beside attention's and the MLP's, that have adapters where no target is named."""
+        return self.mixer_linears()
 
     def plain_torch(self) -> tuple[str, ...]:
         """Returns the parts that are computed in plain torch, whichever kernels were chosen: for a run's log."""
@@ -566,6 +569,15 @@ class DecoderConfig:
             kind = variant.attention_kind(kind)
         return kind
 
+    def beside_stream(self, tokens: int, tensor: int, layer: int) -> list[tuple[int, int]]:
+        """Returns the shapes of what stands, of no front, beside the stream that enters a layer.
+
+        Args:
+            tokens: of a micro-batch.
+            tensor: tensor ranks, on one of which it is.
+        """
+        return []
+
     @property
     def needs_images(self) -> bool:
         """Whether the model is made for text with images alone."""
@@ -641,8 +653,13 @@ class DecoderConfig:
 
     @property
     def mixer_linears(self) -> tuple[str, ...]:
-        """Those of `all_linears` that layers of the engine's own have beside those of a plain layer."""
+        """The names of linears of mixers that stand in the place of attention."""
         return tuple(dict.fromkeys(name for variant in self.variants for name in variant.mixer_linears()))
+
+    @property
+    def usual_linears(self) -> tuple[str, ...]:
+        """Those of `all_linears` that models of the engine's own layers have beside those of a plain layer."""
+        return tuple(dict.fromkeys(name for variant in self.variants for name in variant.usual_linears()))
 
     @property
     def unread_modules(self) -> tuple[str, ...]:

@@ -181,7 +181,8 @@ class NameMap:
         parameters: modules, without `vision.` or inside a layer, that are no modules in the checkpoint but parameters;
             here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
-        ends: "embed_tokens" or "norm" -> what the checkpoint calls it, where that differs.
+        ends: "embed_tokens", "norm" or a further module outside the layers -> what the checkpoint calls it, where that
+            differs or the module is a further one.
     """
 
     source: ClassVar[str] = ""
@@ -371,7 +372,8 @@ class NameMap:
                 if f".{stored}" == wanted:
                     return f"layers.{match[1]}.{engine_name.replace(_EVERY_EXPERT, expert)}"
             return None
-        return next((module for module in ("embed_tokens", "norm") if self.ends.get(module, module) == rest), None)
+        ends = ("embed_tokens", "norm", *self.ends)
+        return next((module for module in ends if self.ends.get(module, module) == rest), None)
 
 
 def _without_expert(module: str) -> tuple[str, str]:

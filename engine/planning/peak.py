@@ -322,7 +322,7 @@ class _Rank:
         deferred: dict[tuple[int, int], Parts] = {}
         for action, waiting in messages_held(self._plan.schedule, self._rank, polls_sends=self._workload.polls_sends):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
-            messages = {COMMUNICATION: (self._model.stream + self._model.encoded) * waiting}
+            messages = {COMMUNICATION: self._model.message * waiting}
             others = added(batches, messages, *alive.values(), *deferred.values())
             if action.op == "F":
                 yield "forward", added(others, stage.forward)

@@ -114,10 +114,9 @@ class ModelShape:
     Args:
         kinds: for each layer the number of the first one that is like it.
         layer_parameters: of each layer; of one with experts that are spread over other ranks, the others and theirs.
-        embedding_trains: whether the embedding's matrix, an adapter on it, or anything of a vision model does.
+        embedding_trains: whether the embedding's matrix, an adapter on it, or anything else before the layers does.
         carried_trains: whether anything of a front does whose features stand beside the stream.
-        embedding_parameters: of the embedding, and of a vision model and an encoder, which are beside it on the first
-            stage.
+        embedding_parameters: of the embedding, and of all that is beside it on the first stage, such as a vision model.
         decoded_experts: bytes in which experts that a router chooses are decoded; 0 where they are stored plainly.
     """
 
@@ -183,19 +182,21 @@ def model_shape(
     layers = {kind: _layer(part.layers[0], kv_width) for kind, part in parts.items()}
     parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}
     assert ends.embedding is not None and ends.head is not None
-    behind = [module for name, module in ends.named_children() if name not in ("embedding", "fronts", "layers")]
+    before = (ends.embedding, ends.fronts, ends.layers, *ends.beside_embedding)
+    behind = [module for module in ends.children() if not any(module is one for one in before)]
     operands = ends.embedding.operands
     vision = [entry for front in ends.fronts if not front.stays_whole for entry in shard_entries(front)]
     encoder = [entry for front in ends.fronts if front.stays_whole for entry in shard_entries(front)]
-    vision_trains = any(entry.sink is not None for entry in vision)
+    beside = [entry for module in ends.beside_embedding for entry in shard_entries(module)]
+    front_trains = any(entry.sink is not None for entry in (*vision, *beside))
     whole = _parameters(encoder)
-    front = _parameters([*shard_entries(ends.embedding), *vision, *encoder])
+    front = _parameters([*shard_entries(ends.embedding), *beside, *vision, *encoder])
     return ModelShape(
         hidden=config.hidden,
         layers=tuple(layers[kind] for kind in kinds),
         kinds=kinds,
         layer_parameters=tuple(parameters[kind] for kind in kinds),
-        embedding_trains=operands.sink is not None or operands.a_RV is not None or vision_trains,
+        embedding_trains=operands.sink is not None or operands.a_RV is not None or front_trains,
         carried_trains=ends.carried_trains,
         embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
         head_parameters=_parameters(chain.from_iterable(map(shard_entries, behind))),
@@ -216,7 +217,7 @@ def _layer(layer: nn.Module, kv_width: int) -> LayerShape:
     return LayerShape(
         attention=() if first is None else first.linear_shapes,
         mlp=() if mlp is None else mlp.linear_shapes,
-        between=tuple(shape for branch in (*beside, *layer.between) for shape in branch.linear_shapes),
+        between=tuple(shape for branch in (*beside, *layer.between, *layer.behind) for shape in branch.linear_shapes),
         kv_width=0 if cached is None else cached.num_kv_heads * cached.head_dim,
         trains=trains,
         routes_local_tokens=mlp is not None and mlp.routes_local_tokens,

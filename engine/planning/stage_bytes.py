@@ -77,7 +77,7 @@ def stage_bytes(
         defers: whether backward defers the weight gradients.
     """
     shape, stream = model.shape, model.stream
-    tables, images = model.tables(), {ACTIVATIONS: model.encoded}
+    tables, images = model.tables(), {ACTIVATIONS: model.beside(stage.first)}
     first = model.embedding(memory.level(0), saved=trains) if stage.embedding else None
     encoder = None
     if stage.embedding and model.encoded:

@@ -118,7 +118,7 @@ class _Times:
         self._workload, self._memory, self._parallel = workload, memory, parallel
         self._shape, self._machine, self._ranks = model.shape, machine, parallel.tensor
         self._item = int(workload.dtype.itemsize)
-        self._model, self._tokens, self.message = model, model.tokens, model.stream + model.encoded
+        self._model, self._tokens, self.message = model, model.tokens, model.message
         self._keys_sent = _keys_sent(workload, parallel.context)
         self._copies = layout.copies if parallel.shard == "parameters" else {}
         self._gather_wire = machine.wire(layout.world_size) * 1e9

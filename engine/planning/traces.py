@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -148,9 +149,8 @@ class RankModel:
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
         fronts, rows = workload.decoder.fronts, traced_batch.example_rows(workload, parallel.context)
         self._batch = traced_batch.batch(workload, parallel.context)
-        self.encoded = workload.dtype.itemsize * sum(
-            front.num_carried(self._batch) * front.carried_width for front in fronts
-        )
+        images = sum(front.num_carried(self._batch) * front.carried_width for front in fronts)
+        self.encoded = workload.dtype.itemsize * images
         self.pixels = sum(front.input_bytes(rows, parallel.tensor * parallel.context) for front in fronts)
         self._layers: dict[tuple[object, ...], Trace] = {}
         # the ends are the same however experts are divided
@@ -159,6 +159,16 @@ class RankModel:
     def levels(self, layer: int) -> int:
         """Returns how many features for a layer and later ones come in with the stream, each as large as it."""
         return sum(front.num_levels(self._batch, layer) for front in self._workload.decoder.fronts)
+
+    def beside(self, layer: int) -> int:
+        """Returns the bytes of what stands beside the stream that enters a layer."""
+        shapes = self._workload.decoder.beside_stream(self.tokens, self._parallel.tensor, layer)
+        return self.encoded + self._workload.dtype.itemsize * sum(map(prod, shapes))
+
+    @property
+    def message(self) -> int:
+        """The most bytes that one stage sends the next for a micro-batch, without `levels`."""
+        return self.stream + max(map(self.beside, range(1, self._workload.decoder.num_layers + 1)))
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
         known = self._layers if part.last > part.first else self._ends
@@ -220,7 +230,10 @@ class RankModel:
         """
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
-            return model.embed(batch, step=context.step)
+            x = model.embed(batch, step=context.step)
+            if not model.beside_embedding:
+                return x
+            return model.run_layers(x, model.context(batch, context.step, training=True))  # of which there are none
 
         decoder = self._workload.decoder
         decoder = replace(decoder, fronts=tuple(front for front in decoder.fronts if not front.carried_width))
@@ -398,8 +411,7 @@ class _Tracer:
         if model.embedding is not None:  # no layer reads it
             return model.context(replace(batch, parts=()), step, training=True, parts=balances)
         carried: list[Tensor | None] = []
-        for front in self._workload.decoder.fronts:
-            shape = front.num_carried(batch), front.carried_width
+        for shape in model.carried_shapes(batch, self._part.first):
             rows = torch.empty(shape, dtype=self._workload.dtype, device=META) if shape[0] else None
             if rows is not None and model.carried_trains:
                 rows = _Start.apply(rows.requires_grad_())

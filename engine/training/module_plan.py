@@ -33,7 +33,7 @@ def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
         return module in vision_linears(decoder)
     leaf = module.rpartition(".")[2]
     further = tuple(f".{name}" for variant in decoder.variants for name in variant.further_linears())
-    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens", "router") or module.endswith(further)
+    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens", "router") or f".{module}".endswith(further)
 
 
 def trains_apart(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> bool:
@@ -112,8 +112,8 @@ def _meant_targets(lora: LoraOptions, decoder: DecoderConfig) -> LoraOptions:
     if by_default and not decoder.all_linears:
         absent = set(first_linears("silu")) - set(first_linears(decoder.activation))  # of an MLP without a gate
         lora = replace(lora, targets=tuple(name for name in BLOCK_LINEARS if name not in absent))
-    if decoder.mixer_linears and (by_default or lora.targets == (ALL_LINEARS,)):
-        return replace(lora, targets=(*lora.targets, *decoder.mixer_linears))
+    if decoder.usual_linears and (by_default or lora.targets == (ALL_LINEARS,)):
+        return replace(lora, targets=(*lora.targets, *decoder.usual_linears))
     if not decoder.all_linears:
         return lora
     given = (ALL_LINEARS,) if by_default else lora.targets

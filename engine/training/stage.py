@@ -183,8 +183,10 @@ class ModelStage:
                 out = self._loss(microbatch, figures)
             message = None if model.head is not None else model.pack(out, context)
         if keeps:
-            if message is not None and message.shape[0] == model.message_rows(batch, model.part.last, of_gradient=True):
-                out = message
+            if message is not None:
+                rows = model.message_rows(batch, model.part.last, of_gradient=True)
+                if rows > out.shape[0]:  # gradients of rows below the stream come back with its own
+                    out = message[:rows]
             self._alive[microbatch] = activation, out
         LOG.progressed(on_device=True)  # on a single device, and in a long accumulation, nothing else shows it
         return None if message is None else message.detach()

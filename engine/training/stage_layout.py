@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from engine.choices import VISION
 from engine.config.rules import gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.models.decoder import Part, split_parts
@@ -67,7 +66,7 @@ def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
     first = num_layers
     for name in trained:
         layer = _LAYER.match(name)
-        first = min(first, int(layer[1]) if layer else 0 if name.startswith(("embed_tokens", VISION)) else first)
+        first = min(first, int(layer[1]) if layer else first if name.startswith(("norm.", "lm_head.")) else 0)
     return first
 
 

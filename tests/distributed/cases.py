@@ -22,7 +22,7 @@ from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import ShardEntry, shard_entries
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, build_decoder
 from engine.models.decoder_config import DecoderConfig, Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
@@ -180,7 +180,7 @@ def uncut(local: Tensor, spec: ShardSpec) -> Tensor:
 
 def _meta_entries(case: Case) -> list[ShardEntry]:
     device = torch.device("meta")
-    model = Decoder(case.config, layout=TensorLayout(), plan=case.plan(), device=device, dtype=torch.float32)
+    model = build_decoder(case.config, layout=TensorLayout(), plan=case.plan(), device=device, dtype=torch.float32)
     return list(shard_entries(model))
 
 
@@ -210,7 +210,7 @@ def build(
         fold=case.fold, base=case.encoding(), cp=mesh.cp,
     )  # fmt: skip
     device = torch.device("cpu")
-    model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype)
+    model = build_decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype)
     entries = list(shard_entries(model))
     for entry in entries:
         entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))

@@ -26,7 +26,7 @@ from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Part, build_decoder
 from engine.models.decoder_config import DecoderConfig, LayerKind, Multipliers, Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
@@ -435,7 +435,7 @@ class Run:
             first += count
             if stage_rank[number] != self.mesh.pp.rank:
                 continue
-            model = Decoder(
+            model = build_decoder(
                 case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=layout.dtype, part=part,
                 embedding_weight=embedding, weights=self.kept, memory=memory,
             )  # fmt: skip

@@ -26,7 +26,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Part, build_decoder
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import REFERENCE_BLOCKS
 from engine.ops.attention.context_parallel import Method
@@ -187,7 +187,7 @@ def _run_context(folder: str, names: tuple[str, ...]) -> dict[tuple[str, str], t
 
 def _embedding_gradient(source: WeightSource, layout: TensorLayout, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     common = {"plan": TrainingPlan(), "device": torch.device("cpu"), "dtype": torch.float32}
-    model = Decoder(source.model.decoder, layout=layout, **common)
+    model = build_decoder(source.model.decoder, layout=layout, **common)
     load_parameters([entry.shard for entry in shard_entries(model)], source)
     x = model.embed(batch).detach().requires_grad_()
     losses = model(batch.with_parts(Embeddings(embeddings_TH=x)), torch.tensor(0))
@@ -256,7 +256,7 @@ def _run_pipeline(folder: str, names: tuple[str, ...]) -> dict[str, dict[str, Te
 
 def _half(folder: Path, mesh: Mesh) -> dict[str, Tensor]:
     source, device, rank = open_source(folder), torch.device("cpu"), mesh.pp.rank
-    model = Decoder(
+    model = build_decoder(
         source.model.decoder,
         layout=TensorLayout(pp_ends=mesh.pp_ends),
         plan=TrainingPlan(trains=lambda _: True),

@@ -21,7 +21,7 @@ from engine.distributed.mesh import Axis, Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TensorLayout
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Part, build_decoder
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import REFERENCE_BLOCKS
 from engine.ops.attention.context_parallel import Method
@@ -177,7 +177,7 @@ class Run:
         for number, part in _parts(layout.layers):
             if stage_rank[number] != mesh.pp.rank:
                 continue
-            model = Decoder(
+            model = build_decoder(
                 case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=torch.float32, part=part,
                 embedding_weight=embedding,
             )  # fmt: skip

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.model_weights import open_source
 from engine.errors import UserError
+from engine.gemma4.decoder import SharingConfig
 from engine.models.decoder import rotary_frequencies
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names, parameter_specs
@@ -24,7 +25,10 @@ HF: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
     "attention_k_eq_v": True, "num_global_key_value_heads": 4,
 }  # fmt: skip
-SHARING = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "attention_k_eq_v": False}
+SHARING: dict[str, Any] = {
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99, "num_kv_shared_layers": 2,
+    "attention_k_eq_v": False,
+}  # fmt: skip
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
 
 
@@ -73,12 +77,29 @@ def test_the_first_pairs_of_wide_heads_turn_as_all_of_them_would():
     assert rotary_frequencies(windowed, 6).all() and windowed.width == 6
 
 
-@pytest.mark.parametrize("changes", [SHARING, {"hidden_size_per_layer_input": 8}])
-def test_models_with_other_layers_are_adopted(changes: dict[str, Any]):
-    family, text = family_of({**HF, **changes})
-    assert family.is_adopted and text["model_type"] == "gemma4_text"
-    with pytest.raises(UserError, match="set model.implementation to auto"):
-        _config(**changes)
+def test_layers_that_share_read_the_last_layer_of_their_type():
+    types = ["sliding_attention", "full_attention", "sliding_attention"] * 2
+    config = _config(**SHARING, num_hidden_layers=6, layer_types=types, use_double_wide_mlp=True)  # the last sees all
+    assert isinstance(config, SharingConfig) and not config.layers_stand_alone
+    assert {(one.layers, one.source, one.dim) for one in config.shared_keys} == {((4, 5), 1, 16)}
+    specs = parameter_specs(config, tensor_rank=0, tensor_size=1)
+    assert "layers.3.attention.k_norm.weight" in specs and "layers.4.attention.k_norm.weight" not in specs
+    assert [specs[f"layers.{index}.mlp.up_proj.weight"].global_shape[0] for index in (3, 4)] == [64, 128]
+    assert specs["embed_tokens_per_layer.weight"].global_shape == (99, 6 * 8)
+    names = module_names(config)
+    assert "layers.4.attention.q_proj" in names and not {"layers.4.attention.k_proj", "layers.4.attention.v_proj"} & {
+        *names
+    }
+
+
+def test_keys_of_layers_that_share_are_read_from_no_checkpoint(tmp_path: Path):
+    """Released folders have them; transformers leaves them out."""
+    model = make_model("gemma4 small", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    before = open_source(tmp_path).tensor_names()
+    extra = {f"model.layers.3.self_attn.{name}.weight": torch.ones(4, 4) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert open_source(tmp_path).tensor_names() == before and not extra.keys() & dict(model.named_parameters()).keys()
 
 
 def test_a_folder_with_images_is_adopted_and_its_language_model_native():
@@ -123,6 +144,10 @@ def test_the_language_model_of_a_folder_with_images_is_read(tmp_path: Path):
         ({"num_global_key_value_heads": 3}, "equally many heads"),
         ({"enable_moe_block": True}, "enable_moe_block true and no num_experts"),
         ({**EXPERTS, "top_k_experts": 5}, "num_experts_per_tok 5 and 4 experts"),
+        ({"num_kv_shared_layers": 3}, "no earlier layer is of type full_attention"),
+        ({"num_kv_shared_layers": 9}, "no earlier layer is of type full_attention"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers -1"),
+        ({**EXPERTS, **SHARING, "use_double_wide_mlp": True}, "no experts beside MLPs of twice"),
         ({"global_head_dim": 7}, "do not pair up"),
         ({"global_head_dim": "wide"}, "a whole number above 0"),
     ],

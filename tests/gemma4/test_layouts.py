@@ -30,7 +30,12 @@ _DENSE: dict[str, Any] = {
     "attention_k_eq_v": True, "num_global_key_value_heads": 1,
 }  # fmt: skip
 _EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 20}
-HF = {"dense": _DENSE, "experts": {**_DENSE, **_EXPERTS}}
+_SMALL = {
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 67,
+    "use_double_wide_mlp": True, "attention_k_eq_v": False, "num_key_value_heads": 2,
+}  # fmt: skip
+HF = {"small": {**_DENSE, **_SMALL}, "dense": _DENSE, "experts": {**_DENSE, **_EXPERTS}}
+_ADAPTERS = r"layers\..*(_proj|router)|lm_head|embed_tokens|.*per_layer_(input_gate|(model_)?projection)"
 ONE = RankGrid()
 ROWS = (((17, 1, 5), (23,)), ((1, 22), (9, 14)))
 """Micro-batches of rows of documents."""
@@ -38,11 +43,16 @@ ROWS = (((17, 1, 5), (23,)), ((1, 22), (9, 14)))
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A layout of a model; arguments as of `Layout` and `Run`."""
+    """A layout of a model; arguments as of `Layout` and `Run`.
+
+    Args:
+        frozen_inputs: nothing trains that the inputs of layers are made from.
+    """
 
     model: str
     grid: RankGrid = ONE
     everything: bool = False
+    frozen_inputs: bool = False
     layers: tuple[int, ...] = (4,)
     sequence: bool = False
     recompute: Any = "selective"
@@ -52,11 +62,12 @@ class Place:
     @property
     def layout(self) -> Layout:
         family, text = family_of(HF[self.model], "native")
-        case = Case(
-            config=family.config_from_hf(text),
-            adapters="" if self.everything else r"layers\..*(_proj|router)|lm_head|embed_tokens",
-            trained=".*" if self.everything else r".*norm",
-        )
+        adapters, trained = _ADAPTERS, ".*norm"
+        if self.frozen_inputs:
+            adapters, trained = r"layers\..*_proj", r"layers\..*norm"
+        elif self.everything:
+            adapters, trained = "", ".*"
+        case = Case(config=family.config_from_hf(text), adapters=adapters, trained=trained)
         return Layout(
             case=case, grid=self.grid, layers=self.layers, sequence=self.sequence, dropout=0.1,
             recompute=self.recompute, dtype=torch.float64,
@@ -113,6 +124,13 @@ def _of(model: str) -> dict[str, Place]:
         "zero 3, everything": place(grid=DP2, level="parameters", everything=True),
         "tp2 pp2": place(grid=RankGrid(tp=2, pp=2), layers=(2, 2)),
     }
+    if model == "small":
+        found |= {
+            "pp3, everything": place(grid=RankGrid(pp=3), layers=(1, 1, 2), everything=True),
+            "pp3": place(grid=RankGrid(pp=3), layers=(2, 1, 1)),
+            "pp2, full, frozen inputs": place(grid=PP2, layers=(3, 1), recompute="full", frozen_inputs=True),
+            "tp2 sequence, uneven pp2": place(grid=RankGrid(pp=2, tp=2), layers=(1, 3), sequence=True, everything=True),
+        }
     if model == "experts":
         found |= {
             "ep2": place(grid=RankGrid(dp=2, ep=2)),
@@ -129,7 +147,7 @@ PLACES = {f"{model}: {name}": place for model in HF for name, place in _of(model
 @pytest.mark.parametrize("name", sampled(PLACES, ("experts: tp2 sequence, full, everything",)))
 def test_layouts_are_one_process(name: str) -> None:
     place = PLACES[name]
-    alone = step(Place(model=place.model, everything=place.everything))
+    alone = step(Place(model=place.model, everything=place.everything, frozen_inputs=place.frozen_inputs))
     world = place.grid.world_size
     ranks = [step(place)] if world == 1 else spawn(step, world=world, args=(place,), timeout=300)
     expected, found = assemble([alone.gradients]), assemble([one.gradients for one in ranks])

@@ -53,6 +53,10 @@ _GEMMA4 = {
     "sliding_window": 7, "global_head_dim": 16, "hidden_size_per_layer_input": 0,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
+_GEMMA4_SMALL = {
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 67,
+    "use_double_wide_mlp": True, "num_key_value_heads": 1,
+}  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "rope_theta": 150.0, "factor": 4.0, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False,
     "original_max_position_embeddings": 16,
@@ -384,6 +388,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
     ),
+    "gemma4 small": ("Gemma4", {**_GEMMA4, **_GEMMA4_SMALL}),
     "gemma4 with values": (
         "Gemma4",
         {**_GEMMA4, "final_logit_softcapping": 2.0, "tie_word_embeddings": False},

@@ -42,6 +42,8 @@ half of SwiGLU's gradient is 2% to 6% of these models' peaks."""
 WITH_TABLES = 0.004
 """Where layers have states: plain torch's tables of the tokens of each state, which all layers share, are predicted for
 each of them. Compiled kernels have none."""
+WITH_SHARED_KEYS = 0.004
+"""Where layers read the keys of others: their gradients, which wait for the layer that made them, are not predicted."""
 ROUGH = 0.03
 """Where formulas are left that approximate: of weights that come and go, where the two largest neighbours are not
 layers, and of the actions of a split backward, which hold what their micro-batches leave for different times."""
@@ -367,6 +369,8 @@ def test_every_family_is_traced(family: str, tmp_path: Path) -> None:
     measured = measure(config, Launch(rank=0, world_size=1, device=CPU)).step
     variants = model_source(config).model.decoder.variants
     tolerance = WITH_TABLES if any(isinstance(one, StateLayers) for one in variants) else EXACT
+    if family == "gemma4 small":
+        tolerance = WITH_SHARED_KEYS
     _compare(family, _prediction(Case(), config, 0), measured, tolerance)
     fast = replace(config, model=replace(config.model, dtype="bfloat16", kernels="triton"))
     decoder = model_source(fast).model.decoder

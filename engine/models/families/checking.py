@@ -41,6 +41,7 @@ _COUNTS = (
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
     "mamba_d_ssm", "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
     "linear_num_heads", "global_head_dim", "num_global_key_value_heads", "moe_layer_interval",
+    "vocab_size_per_layer_input",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
@@ -70,14 +71,16 @@ _SWITCHES = (
     "attention_k_eq_v",
     "enable_moe_block",
     "moe_renormalize",
+    "use_double_wide_mlp",
 )
 _EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "decoder_sparse_step", "n_routed_experts", "n_shared_experts",
     "first_k_dense_replace", "num_nextn_predict_layers", "num_dense_layers", "top_k_experts",
     "moe_k", "moe_topk", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index",
+    "num_kv_shared_layers", "hidden_size_per_layer_input",
 )  # fmt: skip
-"""Counts of a mixture of experts; configs of models without one may have them as 0."""
+"""Counts of a mixture of experts, or of what few models have; configs of models without it may have them as 0."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")

@@ -55,6 +55,25 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             compute_as_on_a_gpu(monkeypatch)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-each", action="store_true", help="of the GPU tests of kernels, one case of each in bfloat16, the first"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one case of each function with --one-each: what a new GPU is asked first."""
+    if not config.getoption("--one-each", default=False):
+        return
+    seen: set[str] = set()
+    for item in list(items):
+        name, _, case = item.nodeid.partition("[")
+        if "cuda-bfloat16" not in case or name in seen:
+            items.remove(item)
+        seen |= {name} if "cuda-bfloat16" in case else set()
+
+
 def _in_sixteen_bits(request: pytest.FixtureRequest) -> bool:
     """Tests say where they run by a parameter `place`, of device and dtype."""
     place = request.node.callspec.params.get("place") if hasattr(request.node, "callspec") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,13 +45,23 @@ def test_sections_take_their_arguments(part: Part) -> None:
     assert options.device == "auto" and getattr(options, "dtype", "bfloat16") == "bfloat16"
 
 
-@pytest.mark.parametrize("part", TEST_PARTS, ids=lambda part: part.name)
-def test_tests_are_there_and_have_some_for_a_gpu(part: Part) -> None:
-    for word in part.arguments.split():
-        assert list(ROOT.glob(word)), word
-    files = [word for word in part.command(Path("x")) if word.startswith("tests/")]
-    marked = [name for name in files if "gpu" in (text := (ROOT / name).read_text()) or "@places" in text]
-    assert len(marked) >= len(files) - 2, "nothing for a GPU in some of them"
+FOR_A_GPU = re.compile(r"mark\.gpu\b|^@(long_)?places", re.MULTILINE)
+
+
+def test_the_gpu_tests_are_those_of_the_parts() -> None:
+    """Each file with some is in a part, and is not without any."""
+    words = {word for part in TEST_PARTS for word in part.arguments.split() if not word.startswith("--")}
+    files = {path.relative_to(ROOT).as_posix(): path for path in ROOT.glob("tests/**/test_*.py")}
+    marked = {name for name, path in files.items() if FOR_A_GPU.search(path.read_text(encoding="utf-8"))}
+    assert words == marked - {Path(__file__).relative_to(ROOT).as_posix()}
+
+
+def test_early_parts_are_the_first_ten_minutes() -> None:
+    early = [part.early for part in PARTS]
+    assert early == sorted(early, reverse=True), "they come first, so that their numbers are the same in both calls"
+    assert {"machine-speed", "tests", "graph", "step", "experts", "train", "tower"} == {
+        part.tool for part in PARTS if part.early
+    }
 
 
 @pytest.mark.parametrize("part", LAYOUT_PARTS, ids=lambda part: part.name)
@@ -125,7 +136,7 @@ def test_what_is_measured_fits_the_gpu(
 def test_parts_are_named_by_number_or_name() -> None:
     assert [number for number, _ in chosen_parts([])] == list(range(1, len(PARTS) + 1))
     assert [part.name for _, part in chosen_parts(["step", "1"])] == ["machine-speed", "step"]
-    with pytest.raises(UserError, match=r"no part 'nope': name some of 1 machine-speed, 2 test-kernels, .*gpus\."):
+    with pytest.raises(UserError, match=r"no part 'nope': name some of 1 machine-speed, 2 test-one-each, .*gpus\."):
         chosen_parts(["nope"])
 
 
@@ -201,6 +212,22 @@ def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
     raise AssertionError("the part's child is still running")
 
 
+def test_tests_out_of_time_report_what_failed_before(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_a(): assert 0\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n"
+    )
+    done = run_part(1, replace(_tests(tmp_path), seconds=5.0), tmp_path)
+    assert done.status == "out of time"
+    assert "test_it::test_a" in json.loads((tmp_path / "01-tests.json").read_text())["failed"]
+
+
+def test_a_part_that_does_not_end_at_an_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_hour, "_GRACE", 0.5)
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    done = run_part(1, replace(_stand_in(code), tool="tests"), tmp_path, seconds=1.5)
+    assert done.status == "out of time" and done.seconds < 10
+
+
 def _runs(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -208,28 +235,23 @@ def _runs(process: int) -> bool:
         return False
 
 
+class _Pytest(Part):
+    def command(self, stem: Path) -> list[str]:
+        plain = ["-c", os.devnull, "-p", "no:cacheprovider"]
+        return [sys.executable, "-m", "pytest", "-q", *plain, self.arguments, f"--junitxml={stem}.xml"]
+
+
+def _tests(folder: Path) -> Part:
+    """The part of the tests in a folder's test_it.py."""
+    return _Pytest(name="tests", tool="tests", arguments=str(folder / "test_it.py"))
+
+
 def test_tests_report_what_failed(tmp_path: Path) -> None:
     """pytest's own report of a passing, a failing and a skipped test."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
     )
-    ran = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        os.devnull,
-        "-p",
-        "no:cacheprovider",
-        str(tmp_path / "test_it.py"),
-    ]
-
-    class Tests(Part):
-        def command(self, stem: Path) -> list[str]:
-            return [*ran, f"--junitxml={stem}.xml"]
-
-    done = run_part(1, Tests(name="tests", tool="tests", arguments=""), tmp_path)
+    done = run_part(1, _tests(tmp_path), tmp_path)
     assert (done.status, done.figures) == ("failed", "1 passed, 1 failed, 1 skipped")
     assert json.loads((tmp_path / "01-tests.json").read_text())["failed"] == ["test_it::test_b"]
     assert "failed: test_it::test_b" in (tmp_path / "01-tests.md").read_text()
@@ -323,6 +345,35 @@ def test_a_second_call_goes_on_where_the_first_stopped(
     assert call() == 1 and log.read_text() == "right wrong wrong "
     assert "1 right: passed before" in capsys.readouterr().err
     assert call("right") == 1 and log.read_text() == "right wrong wrong right "
+
+
+def test_ten_minutes_go_on_in_a_second_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Early parts alone, as long as there is time; what a part lacks is said before anything runs."""
+    parts = (
+        replace(_stand_in("import time; time.sleep(1)", "first"), early=True),
+        replace(_stand_in("", "second"), early=True), replace(_stand_in("", "many"), early=True, gpus=2),
+        _stand_in("", "late"),
+    )  # fmt: skip
+    monkeypatch.setattr(first_hour, "chosen_parts", lambda names: chosen_parts(names, parts))
+    monkeypatch.setattr(first_hour, "_require_gpu", lambda: Gpus(1, 79.1, (8, 0)))
+    monkeypatch.setattr(first_hour, "TEN_MINUTES", first_hour._LEAST + 0.5)
+
+    def names(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["gpu_first_hour.sh", str(tmp_path / "out"), *words])
+        with pytest.raises(SystemExit) as ended:
+            first_hour.main()
+        assert ended.value.code == 0
+        return [one["name"] for one in json.loads((tmp_path / "out" / "summary.json").read_text())]
+
+    assert names("--ten-minutes") == ["first", "many"]
+    said = capsys.readouterr()
+    assert said.err.index("will be left out: many (needs 2 GPUs, here is 1)") < said.err.index("1 first")
+    assert "second did not begin; the same command goes on" in said.out
+    assert names("--ten-minutes") == ["first", "second", "many"]
+    assert "did not begin" not in capsys.readouterr().out
+    assert names() == ["first", "second", "many", "late"]
 
 
 def _script(*arguments: str, torch: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -26,6 +26,8 @@ class Part:
         gpus: GPUs that it needs.
         memory: GiB that a GPU needs for it.
         capability: the least compute capability of a GPU that has the products for it.
+        early: among the first, which together tell in ten minutes whether the engine runs here, and how fast.
+        seconds: that it may take.
     """
 
     name: str
@@ -34,17 +36,16 @@ class Part:
     gpus: int = 1
     memory: int = 0
     capability: tuple[int, int] = (0, 0)
+    early: bool = False
+    seconds: float = 540.0
 
     def command(self, stem: Path) -> list[str]:
         """Returns the whole command; its results begin with `stem`."""
         if self.tool == "tests":
-            files = [
-                str(found.relative_to(ROOT)) for word in self.arguments.split() for found in sorted(ROOT.glob(word))
-            ]
             # the project's own pytest options need pytest-timeout, which a machine with a GPU may lack
             return [
-                sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
-                f"--junitxml={stem}.xml", *files,
+                sys.executable, "-m", "pytest", "-v", "--tb=short", "--maxfail=20", "-m", "gpu", "-o", "addopts=", "-p",
+                "no:cacheprovider", f"--junitxml={stem}.xml", *self.arguments.split(),
             ]  # fmt: skip
         words = shlex.split(self.arguments)
         for name in _FOLDERS:
@@ -113,11 +114,43 @@ _ROLLOUTS = (
 """Sampling, scoring and steps on completions, of a model that makes random words."""
 _EIGHT = "--config examples/llama3_8b_one_gpu/lora.yaml --model examples/memory/models/llama-3-8b.json"
 
+
+def _tests(name: str, files: str) -> Part:
+    """Returns the part that runs the GPU tests of some files, whose kernels are compiled as they run."""
+    return Part(f"test-{name}", "tests", files, seconds=300.0)
+
+
+_KERNELS = (
+    "lora", "rmsnorm", "swiglu", "rope", "head_norm", "dropout", "cross_entropy", "output_gradients", "quantize",
+    "paged_attention", "hybrids",
+)  # fmt: skip
+_ONE_EACH = " ".join(("--one-each", *(f"tests/kernels/test_triton_{name}.py" for name in _KERNELS)))
+
 PARTS = (
-    Part("machine-speed", "machine-speed"),
-    Part("test-kernels", "tests", "tests/kernels/test_triton_[!mt]*.py tests/kernels/test_linear_cross_entropy.py"),
-    Part("test-training", "tests",
-         "tests/kernels/test_triton_training.py tests/unit/test_cuda_graph.py tests/unit/test_varlen_attention.py"),
+    Part("machine-speed", "machine-speed", early=True),
+    Part("test-one-each", "tests", _ONE_EACH, early=True, seconds=240.0),
+    Part("graph", "graph", "--dtype bfloat16", early=True),
+    Part("step", "step", f"{PRESET} --peers none --repeats 10", early=True),
+    Part("step-packed", "step", f"{PRESET} --peers none --repeats 10 --documents 8", early=True),
+    Part("experts", "experts", f"{_MIXTURE} --peers none", early=True),
+    Part("rollouts", "train", _ROLLOUTS, early=True),
+    Part("tower", "tower", "--dtype bfloat16 --images 8 --layers 27", early=True),
+    _tests("lora", "tests/kernels/test_triton_lora.py"),
+    _tests("norms", "tests/kernels/test_triton_rmsnorm.py tests/kernels/test_triton_head_norm.py"),
+    _tests("swiglu", "tests/kernels/test_triton_swiglu.py tests/kernels/test_triton_output_gradients.py"),
+    _tests("encoded", "tests/kernels/test_triton_quantize.py tests/kernels/test_triton_encoded_base.py"),
+    _tests("elementwise", "tests/kernels/test_triton_rope.py tests/kernels/test_triton_dropout.py "
+           "tests/kernels/test_triton_partial_sums.py tests/kernels/test_triton_aligned.py"),
+    _tests("loss", "tests/kernels/test_triton_cross_entropy.py tests/kernels/test_linear_cross_entropy.py "
+           "tests/kernels/test_extreme_scores.py"),
+    _tests("generation", "tests/kernels/test_triton_paged_attention.py tests/kernels/test_triton_backend.py"),
+    _tests("hybrids", "tests/kernels/test_triton_hybrids.py"),
+    _tests("training", "tests/kernels/test_triton_training.py"),
+    _tests("graphs", "tests/unit/test_cuda_graph.py tests/unit/test_varlen_attention.py"),
+    _tests("memory", "tests/unit/test_saved_offload.py tests/unit/test_offload_memory.py "
+           "tests/unit/test_gradient_sink.py tests/unit/test_optim_backends.py"),
+    _tests("attention", "tests/unit/test_ops_attention_blocks.py tests/unit/test_ops_bidirectional.py "
+           "tests/unit/test_ops_apex.py"),
     Part("check-kernels", "kernels", "--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention"),
     Part("states", "kernels", "--only states"),
     Part("check-encoded", "kernels", "--repeats 0 --only quantize"),
@@ -127,18 +160,13 @@ PARTS = (
     Part("attention", "kernels", "--only attention"),
     Part("head", "kernels", "--only loss,head"),
     Part("encoded", "kernels", "--only quantize"),
-    Part("step", "step", f"{PRESET} --peers none --repeats 10"),
-    Part("step-packed", "step", f"{PRESET} --peers none --repeats 10 --documents 8"),
     Part("step-fp8", "step", f"{PRESET} --peers none --repeats 10 --base-dtype fp8", capability=(8, 9)),
     Part("step-nf4", "step", f"{PRESET} --peers none --repeats 10 --base-dtype nf4"),
     Part("step-peft", "step", f"{PRESET} --rows 1 --peers peft --repeats 10"),
     Part("step-liger", "step", f"{PRESET} --rows 1 --peers liger --repeats 10"),
-    Part("graph", "graph", "--dtype bfloat16"),
-    Part("experts", "experts", f"{_MIXTURE} --peers peft-experts"),
+    Part("experts-peft", "experts", f"{_MIXTURE} --peers peft-experts"),
     Part("experts-nf4", "experts", f"{_MIXTURE} --peers none --base-dtype nf4"),
     Part("train-experts", "train", "--config EXPERTS/run.yaml --model.dtype bfloat16"),
-    Part("tower", "tower", "--dtype bfloat16 --images 8 --layers 27"),
-    Part("rollouts", "train", _ROLLOUTS),
     Part("lora-tax", "lora-tax"),
     Part("memory", "memory", f"{PRESET} --peers peft"),
     Part("memory-8b", "plan", f"memory {_EIGHT} --gpu-memory 80 --measure", memory=76),
@@ -150,4 +178,5 @@ PARTS = (
     _layouts(2, "tensor=2", "data=2,parallel.expert=2", "tensor=2,parallel.expert=2", experts=True),
     _layouts(8, "data=8,parallel.expert=8", "tensor=2,pipeline=2,data=2,parallel.expert=2", experts=True),
 )  # fmt: skip
-"""In order: correctness, then the measurements that decide how kernels run, then whole steps, then several GPUs."""
+"""In order: the first ten minutes; then correctness, the measurements that decide how kernels run, whole steps, and
+several GPUs."""

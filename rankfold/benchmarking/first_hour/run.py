@@ -1,7 +1,8 @@
 """Runs the first tests and benchmarks on a machine with a GPU: bash tools/gpu_first_hour.sh OUT [PART ...]
 
-First correctness, then the measurements that decide how products and norms run, then whole steps, then layouts of
-several GPUs where there are some. A part that fails or takes longer than its nine minutes does not stop the others. For
+First the ten minutes that tell whether the engine runs here and how fast, then correctness, the measurements that
+decide how products and norms run, whole steps, and layouts of several GPUs where there are some. A part that fails or
+takes longer than it may, nine minutes at most, does not stop the others. For
 each part OUT gets its log, a JSON and a Markdown file, and at the end summary.json and summary.md over all parts that
 OUT has, also from earlier calls, with the figures that have a target and whether they met it. Without PART all parts
 run that have not passed yet, so that a second call resumes where the first stopped. A part that is named, by its number
@@ -11,6 +12,7 @@ or its name, runs again. The status is 1 where a part of OUT did not pass, else 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -34,8 +36,12 @@ from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
 from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.table import progress
 
-SECONDS = 540.0
-"""Seconds that one part may take."""
+TEN_MINUTES = 570.0
+"""Seconds of all parts together with --ten-minutes: a caller who waits ten minutes for a command still sees its end."""
+_LEAST = 30.0
+"""Seconds that must be left for a part to begin."""
+_GRACE = 15.0
+"""Seconds after an interrupt in which tests may still report."""
 PASSED, LEFT_OUT = "passed", "left out"
 """Statuses: a part that ran to its end, and one for which this machine has too few GPUs, too little memory, GPUs that
 are too old, or a package that is not installed."""
@@ -94,8 +100,12 @@ def chosen_parts(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tu
     return [(index, part) for index, part in enumerate(parts, 1) if index in wanted]
 
 
-def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Outcome:
-    """Runs one part, with its output in its log, and leaves JSON and Markdown, whatever the outcome."""
+def run_part(number: int, part: Part, out: Path, seconds: float = math.inf) -> Outcome:
+    """Runs one part, with its output in its log, and leaves JSON and Markdown, whatever the outcome.
+
+    Args:
+        seconds: that are left for it, if those are fewer than it may take.
+    """
     stem = _cleared(number, part, out)
     part.prepare(stem)
     command, start = part.command(stem), time.monotonic()
@@ -103,11 +113,11 @@ def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Ou
         # a session of its own: the processes that a section starts end with it
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = PASSED if process.wait(seconds) == 0 else "failed"
+            status = PASSED if process.wait(min(seconds, part.seconds)) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "out of time"
         finally:
-            _end(process)
+            _end(process, interrupt=part.tool == "tests")
     taken = time.monotonic() - start
     log_text = Path(f"{stem}.log").read_text(encoding="utf-8", errors="replace")
     record = _record(stem, part)
@@ -138,8 +148,16 @@ def _cleared(number: int, part: Part, out: Path) -> Path:
     return stem
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends everything that the part started and has not ended."""
+def _end(process: subprocess.Popen[bytes], *, interrupt: bool) -> None:
+    """Ends everything that the part started and has not ended.
+
+    Args:
+        interrupt: whether it is interrupted first, at which pytest reports what has failed so far.
+    """
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if interrupt and process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(_GRACE)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -251,26 +269,46 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
     parser.add_argument("parts", nargs="*", metavar="PART", help="numbers or names; all without them")
     parser.add_argument("--dry-run", action="store_true", help="print the parts and their commands, and run nothing")
+    parser.add_argument(
+        "--ten-minutes", action="store_true", help="the early parts alone, as many as ten minutes are enough for"
+    )
     arguments = parser.parse_args()
-    chosen = chosen_parts(arguments.parts)
+    chosen = [one for one in chosen_parts(arguments.parts) if one[1].early or not arguments.ten_minutes]
     if arguments.dry_run:
         for number, part in chosen:
             print(f"{number} {part.name}: {shlex.join(part.command(arguments.out / f'{number:02d}-{part.name}'))}")
         return
-    here = _require_gpu()
+    here, end = _require_gpu(), time.monotonic() + (TEN_MINUTES if arguments.ten_minutes else math.inf)
     out = arguments.out.absolute()  # the parts run in the repository's folder
     out.mkdir(parents=True, exist_ok=True)
+    _say_what_is_missing([part for _, part in chosen], here)
+    waiting = []
     for number, part in chosen:
         if not arguments.parts and _has_passed(number, part, out):
             progress("first hour", f"{number} {part.name}: passed before")
             continue
+        why, left = _what_is_missing(part, here), end - time.monotonic()
+        if not why and left < _LEAST:
+            waiting.append(part.name)
+            continue
         progress("first hour", f"{number} {part.name}")
-        why = _what_is_missing(part, here)
-        outcome = leave_out(number, part, out, why) if why else run_part(number, part, out)
+        outcome = leave_out(number, part, out, why) if why else run_part(number, part, out, left)
         progress("first hour", why or f"{outcome.status} after {outcome.seconds:.0f} s")
     print(summarise(out))
+    if waiting:
+        print(f"Ten minutes are over: {', '.join(waiting)} did not begin; the same command goes on with them.")
     outcomes = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     sys.exit(0 if all(each["status"] in (PASSED, LEFT_OUT) for each in outcomes) else 1)
+
+
+def _say_what_is_missing(parts: Sequence[Part], here: Gpus) -> None:
+    """Says, before anything runs, which parts will be left out, so that what they need can still be installed."""
+    reasons: dict[str, list[str]] = {}
+    for part in parts:
+        if why := _what_is_missing(part, here):
+            reasons.setdefault(why, []).append(part.name)
+    for why, names in reasons.items():
+        progress("first hour", f"will be left out: {', '.join(names)} ({why})")
 
 
 if __name__ == "__main__":

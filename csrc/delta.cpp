@@ -1,18 +1,18 @@
 // The gated delta rule within pieces, forward and backward (recurrence.h).
-#include "recurrence.h"
+#include "recurrence_backward.h"
+#include "recurrence_forward.h"
 
 namespace {
 
 using recurrence::Gradients;
 using recurrence::Inputs;
-using recurrence::Piece;
-using recurrence::Recurrence;
 using recurrence::Shape;
 
-template <class T, class Work>
+// Calls work with a forward or a backward, whose last argument says whether each channel decays by itself.
+template <template <class, bool, bool> class Pass, class T, class Work>
 void with_kind(bool channels, const Shape& shape, const Inputs<T>& inputs, const Work& work) {
-    if (channels) work(Recurrence<T, true, true>(shape, inputs));
-    else work(Recurrence<T, true, false>(shape, inputs));
+    if (channels) work(Pass<T, true, true>(shape, inputs));
+    else work(Pass<T, true, false>(shape, inputs));
 }
 
 }  // namespace
@@ -29,9 +29,9 @@ EXPORT void engine_delta_forward(int threads, int type, int64_t num, const int64
         using T = decltype(zero);
         const Inputs<T> inputs = {{(const T*)q, token_q, head_q}, {(const T*)k, token_k, head_k},
                                   {(const T*)v, token_v, head_v}, decay, beta, nullptr, nullptr};
-        with_kind(channels, {tokens, groups, heads, key, value, scale}, inputs, [&](const auto& rule) {
-            rule.forward(threads, recurrence::read_pieces(num, pieces), initial, {(T*)out, token_out, head_out}, final,
-                         kept);
+        const Shape shape = {tokens, groups, heads, key, value, scale};
+        with_kind<recurrence::Forward>(channels, shape, inputs, [&](const auto& pass) {
+            pass.run(threads, recurrence::read_pieces(num, pieces), initial, {(T*)out, token_out, head_out}, final, kept);
         });
     });
 }
@@ -50,9 +50,10 @@ EXPORT void engine_delta_backward(int threads, int type, int64_t num, const int6
                                   {(const T*)v, token_v, head_v}, decay, beta, nullptr, nullptr};
         const Gradients<T> to = {{(T*)dq, groups * key, key}, {(T*)dk, groups * key, key},
                                  {(T*)dv, heads * value, value}, ddecay, dbeta, nullptr, nullptr, d_final, d_initial};
-        with_kind(channels, {tokens, groups, heads, key, value, scale}, inputs, [&](const auto& rule) {
-            rule.backward(threads, recurrence::read_pieces(num, pieces), initial, kept,
-                          {(const T*)d_out, token_out, head_out}, to);
+        const Shape shape = {tokens, groups, heads, key, value, scale};
+        with_kind<recurrence::Backward>(channels, shape, inputs, [&](const auto& pass) {
+            pass.run(threads, recurrence::read_pieces(num, pieces), initial, kept,
+                     {(const T*)d_out, token_out, head_out}, to);
         });
     });
 }

@@ -1,17 +1,13 @@
 // The state space of Mamba2 within pieces, forward and backward (recurrence.h).
 //
 //     h_t = exp(dt_t a) h_{t-1} + dt_t x_t b_t^T        y_t = h_t c_t + d x_t
-#include "recurrence.h"
+#include "recurrence_backward.h"
+#include "recurrence_forward.h"
 
 namespace {
 
 using recurrence::Gradients;
 using recurrence::Inputs;
-using recurrence::Piece;
-using recurrence::Shape;
-
-template <class T>
-using Space = recurrence::Recurrence<T, false, false>;
 
 // Adds the pieces' parts, in order.
 void sum_pieces(const float* parts, int64_t pieces, int64_t heads, float* to) {
@@ -33,8 +29,8 @@ EXPORT void engine_ssd_forward(int threads, int type, int64_t num, const int64_t
         using T = decltype(zero);
         const Inputs<T> inputs = {{(const T*)c, token_c, head_c}, {(const T*)b, token_b, head_b},
                                   {(const T*)x, token_x, head_x}, nullptr, dt, a, d};
-        Space<T>({tokens, groups, heads, key, value, 1.0f}, inputs)
-            .forward(threads, recurrence::read_pieces(num, pieces), initial, {(T*)y, heads * value, value}, final, kept);
+        recurrence::Forward<T, false, false>({tokens, groups, heads, key, value, 1.0f}, inputs)
+            .run(threads, recurrence::read_pieces(num, pieces), initial, {(T*)y, heads * value, value}, final, kept);
     });
 }
 
@@ -53,9 +49,8 @@ EXPORT void engine_ssd_backward(int threads, int type, int64_t num, const int64_
         const Gradients<T> to = {{(T*)dc, groups * key, key}, {(T*)db, groups * key, key},
                                  {(T*)dx, heads * value, value}, nullptr, ddt, rates.data(), skips.data(), d_final,
                                  d_initial};
-        Space<T>({tokens, groups, heads, key, value, 1.0f}, inputs)
-            .backward(threads, recurrence::read_pieces(num, pieces), initial, kept, {(const T*)dy, token_dy, head_dy},
-                      to);
+        recurrence::Backward<T, false, false>({tokens, groups, heads, key, value, 1.0f}, inputs)
+            .run(threads, recurrence::read_pieces(num, pieces), initial, kept, {(const T*)dy, token_dy, head_dy}, to);
         sum_pieces(rates.data(), num, heads, da);
         if (dd) sum_pieces(skips.data(), num, heads, dd);
     });

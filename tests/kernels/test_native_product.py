@@ -11,7 +11,15 @@ from torch import Tensor
 
 from engine.kernels.native import loader
 from engine.kernels.native import product as native_product
-from engine.kernels.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
+from engine.kernels.native.product import (
+    FEWEST,
+    MOST_OF_FEW,
+    has_tiles,
+    multiply,
+    multiply_by_tiles,
+    multiply_few_rows,
+    product,
+)
 from tests.kernels.native_support import (
     INSTRUCTION_SETS,
     assert_accurate,
@@ -37,15 +45,24 @@ SHAPES = (
 Multiply = Callable[..., Tensor]
 
 
-@pytest.fixture(params=(*INSTRUCTION_SETS, "tiles"))
+def _few_rows(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    kept = right if right.stride(0) == 1 else right.t().contiguous().t()
+    return multiply_few_rows(left, kept, out=out)
+
+
+KERNELS = (*((name, way) for name in INSTRUCTION_SETS for way in ("vectors", "few rows")), ("avx512", "tiles"))
+
+
+@pytest.fixture(params=KERNELS, ids="-".join)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Multiply:
     """Each kernel that this processor can run."""
-    if request.param == "tiles":
+    instruction_set, way = request.param
+    if way == "tiles":
         if not has_tiles():
             pytest.skip("this processor, system or compiler has no AMX tiles")
         return multiply_by_tiles
-    monkeypatch.setattr(loader, "best_instruction_set", lambda: request.param)
-    return multiply
+    monkeypatch.setattr(loader, "best_instruction_set", lambda: instruction_set)
+    return multiply if way == "vectors" else _few_rows
 
 
 def _operands(rows: int, columns: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -128,20 +145,37 @@ def test_what_it_is_not_made_for_goes_to_torch(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "transposed", "beside_avx512", "beside_avx2"),
-    [(7, True, False, False), (8, True, False, True), (8, False, False, True), (200, True, True, True),
-     (200, False, False, True), (512, False, True, True)],
+    [(8, False, None, "multiply"), (25, True, None, "multiply"), (25, False, None, "multiply"),
+     (200, True, "multiply", "multiply"), (200, False, None, "multiply"), (512, False, "multiply", "multiply"),
+     (1, True, "multiply_few_rows", "multiply_few_rows"), (24, True, "multiply_few_rows", "multiply_few_rows"),
+     (1, False, None, None)],
 )  # fmt: skip
-def test_fewer_rows_pay_where_torch_multiplies_by_avx2(
-    rows: int, transposed: bool, beside_avx512: bool, beside_avx2: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_kernel_follows_from_rows_and_from_how_torch_multiplies(
+    rows: int, transposed: bool, beside_avx512: str | None, beside_avx2: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if loader.native_status().instruction_set != "avx512":
-        pytest.skip("the compiled product for vectors is chosen with AVX-512 alone")
+        pytest.skip("the compiled products for vectors are chosen with AVX-512 alone")
     left, right = torch.randn(rows, FEWEST), torch.randn(FEWEST, FEWEST)
     right = right.t() if transposed else right
     monkeypatch.setattr(native_product, "has_tiles", lambda: False)
     for has, expected in ((True, beside_avx512), (False, beside_avx2)):
         monkeypatch.setattr(native_product, "_torch_has_avx512", lambda has=has: has)
-        compiled = mock.Mock()
-        monkeypatch.setattr(native_product, "multiply", compiled)
+        compiled = {name: mock.Mock() for name in ("multiply", "multiply_few_rows")}
+        for name, stand_in in compiled.items():
+            monkeypatch.setattr(native_product, name, stand_in)
         product(left, right)
-        assert compiled.called == expected
+        assert [name for name, stand_in in compiled.items() if stand_in.called] == [expected] * (expected is not None)
+
+
+@pytest.mark.parametrize("rows", (1, 2, 3, 4, 5, 7, 8, 9, 16, 23))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_few_rows_in_every_tile(rows: int, dtype: torch.dtype) -> None:
+    left, right = _operands(rows, 131, 77)
+    left, right = left.to(dtype), right.t().contiguous().to(dtype).t()
+    assert_accurate(multiply_few_rows(left, right), left @ right, left.double() @ right.double())
+
+
+def test_bfloat16_of_more_rows_goes_to_torch() -> None:
+    left, right = (one.bfloat16() for one in _operands(MOST_OF_FEW[torch.bfloat16] + 1, FEWEST, FEWEST))
+    right = right.t().contiguous().t()
+    assert torch.equal(product(left, right), left @ right)

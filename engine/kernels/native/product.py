@@ -1,7 +1,8 @@
 """Products of activations with frozen weights by the compiled kernels, where they measured faster than torch's.
 
-One multiplies in fp32 by vectors. The other, for processors with AMX, multiplies bfloat16 tiles: three bfloat16 numbers
-stand for each fp32 number, so its error is no larger than that of a product in fp32 (csrc/product_amx.cpp).
+One multiplies in fp32 by vectors. One, for processors with AMX, multiplies bfloat16 tiles: three bfloat16 numbers stand
+for each fp32 number, so its error is no larger than that of a product in fp32 (csrc/product_amx.cpp). One is for the few
+rows of a decode pass, which cost what reading the weight costs (csrc/few_rows.cpp).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.kernels.native.arguments import matrix, threads
+from engine.kernels.native.arguments import DTYPES, matrix, threads, type_number
 from engine.kernels.native.loader import library, native_status
 
 FEWEST = 128
@@ -24,6 +25,10 @@ FEWEST_BY_ROWS = 512
 FEWEST_BESIDE_AVX2 = 8
 """Rows of the left operand, either way, where torch multiplies by AVX2 (measured on an AMD EPYC at 4 to 512 rows: from
 0.7 of the compiled kernel's speed at 8 rows down to 0.45 from 64 rows on)."""
+MOST_OF_FEW = {torch.float32: 24, torch.bfloat16: 4}
+"""Rows of the left operand up to which reading a transposed right operand once, in order, pays (measured on an Intel
+Xeon at 1 to 64 rows: 1.0 of torch's speed at 1 and 2 rows in fp32, 1.9 at 4, 2.4 at 8, 1.7 at 16; 1.5 at 1 row in
+bfloat16, 1.2 at 4)."""
 FEWEST_PRODUCTS = 1 << 24
 """Products of two numbers from which on splitting both operands for the tiles pays (measured at 2^21 to 2^30)."""
 
@@ -48,6 +53,27 @@ def multiply_by_tiles(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None =
     if left_TK.shape[1] == 0:
         return y.zero_()
     library().engine_product_amx(threads(), *arguments, None)
+    return y
+
+
+def multiply_few_rows(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Multiplies a few rows by the transpose of a matrix, whatever the sizes.
+
+    Args:
+        left_TK: fp32 or bfloat16 [T, K], rows of any stride.
+        right_KN: [K, N] in the same dtype, the transpose of a matrix with rows of any stride.
+        out: as of `multiply`.
+    """
+    (rows, depth), columns, dtype = left_TK.shape, right_KN.shape[1], left_TK.dtype
+    y = left_TK.new_empty(rows, columns) if out is None else out
+    library().engine_product_few_rows(
+        threads(),
+        type_number(left_TK),
+        *(rows, columns, depth),
+        *matrix(left_TK, dtype=dtype),
+        *matrix(right_KN.t(), depth, dtype=dtype),
+        *matrix(y, columns, rows, dtype=dtype),
+    )
     return y
 
 
@@ -91,7 +117,8 @@ def _fewest_rows(right_KN: Tensor) -> int:
 def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
     """Returns whether the kernels take the operands, and the right one is not too narrow for packing to pay."""
     return (
-        left_TK.dtype == right_KN.dtype == torch.float32
+        left_TK.dtype == right_KN.dtype
+        and left_TK.dtype in DTYPES
         and min(right_KN.shape) >= FEWEST
         and left_TK.stride(1) == 1
         and 1 in right_KN.stride()
@@ -102,13 +129,16 @@ def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
 def fits_tiles(left_TK: Tensor, right_KN: Tensor) -> bool:
     """Returns whether `product` uses the tiles."""
     large = left_TK.shape[0] >= FEWEST and left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS
-    return large and _fits(left_TK, right_KN) and has_tiles()
+    return large and left_TK.dtype == torch.float32 and _fits(left_TK, right_KN) and has_tiles()
 
 
 def product(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Multiplies as torch.mm, by whichever is fastest: the tiles, the vectors or torch."""
+    """Multiplies as torch.mm, by whichever is fastest: the tiles, the vectors, those for few rows, or torch."""
     if fits_tiles(left_TK, right_KN):
         return multiply_by_tiles(left_TK, right_KN, out=out)
-    if left_TK.shape[0] >= _fewest_rows(right_KN) and _fits(left_TK, right_KN):
+    rows, dtype = left_TK.shape[0], left_TK.dtype
+    if right_KN.stride(0) == 1 and rows <= MOST_OF_FEW.get(dtype, 0) and _fits(left_TK, right_KN):
+        return multiply_few_rows(left_TK, right_KN, out=out)
+    if dtype == torch.float32 and rows >= _fewest_rows(right_KN) and _fits(left_TK, right_KN):
         return multiply(left_TK, right_KN, out=out)
     return torch.mm(left_TK, right_KN, out=out)

@@ -113,6 +113,7 @@ SSD_BACKWARD = Op(
 )
 CONV_STEP = Op(
     reference=steps.conv_step,
+    native="engine.hybrids.native_steps:conv_step",
     triton="engine.hybrids.triton_ops:conv_step",
     shape=lambda x, *_, **__: like(x),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.hybrids.steps import filled
+from engine.kernels.native.convolution import conv_forward
 from engine.kernels.native.delta import delta_forward
 from engine.kernels.native.ssd import ssd_forward
 
@@ -28,14 +30,27 @@ class _Single:
     sent = received
 
 
+def conv_step(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tails_RWC: Tensor, *, activation: str | None
+) -> Tensor:
+    """Computes the causal convolution of each channel, and moves each row's tail on by its token."""
+    rows = tails_RWC.shape[0]
+    x = x_TC[:rows]
+    y = conv_forward(x, weight_CW, bias_C, _Single(rows), tails_RWC, activation=activation)
+    tails_RWC.copy_(torch.cat((tails_RWC, x[:, None]), dim=1)[:, 1:])
+    return filled(y, x_TC.shape[0])
+
+
 def delta_step(
     q_TGK: Tensor, k_TGK: Tensor, v_TNV: Tensor, decay: Tensor, beta_TN: Tensor, states_RNKV: Tensor, *, scale: float
 ) -> Tensor:
     """Computes the gated delta rule."""
     rows = states_RNKV.shape[0]
     q, k, v, decay, beta = (one[:rows] for one in (q_TGK, k_TGK, v_TNV, decay, beta_TN))
-    out, final, _ = delta_forward(q, k, v, decay, beta, _Single(rows), states_RNKV, scale=scale, keep=False)
-    return _kept(out, final, states_RNKV, v_TNV.shape[0])
+    out, _, _ = delta_forward(
+        q, k, v, decay, beta, _Single(rows), states_RNKV, scale=scale, keep=False, final=states_RNKV
+    )
+    return filled(out, v_TNV.shape[0])
 
 
 def ssd_step(
@@ -50,11 +65,5 @@ def ssd_step(
     """Computes a state space."""
     rows = states_RNPS.shape[0]
     x, dt, b, c = (one[:rows] for one in (x_TNP, dt_TN, b_TGS, c_TGS))
-    y, final, _ = ssd_forward(x, dt, a_N, b, c, d_N, _Single(rows), states_RNPS, keep=False)
-    return _kept(y, final, states_RNPS, x_TNP.shape[0])
-
-
-def _kept(out: Tensor, final: Tensor | None, states: Tensor, tokens: int) -> Tensor:
-    assert final is not None
-    states.copy_(final)
-    return filled(out, tokens)
+    y, _, _ = ssd_forward(x, dt, a_N, b, c, d_N, _Single(rows), states_RNPS, keep=False, final=states_RNPS)
+    return filled(y, x_TNP.shape[0])

@@ -47,10 +47,11 @@ def test_convolution(name: str, activation: str | None) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("channels", [(), (8,)], ids=["heads", "channels"])
-def test_delta_rule(name: str, channels: tuple[int, ...]) -> None:
-    q, k, v = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2), normal(5, 4, 6, seed=3)
+@pytest.mark.parametrize("width", [6, 150])
+def test_delta_rule(name: str, channels: tuple[int, ...], width: int) -> None:
+    q, k, v = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2), normal(5, 4, width, seed=3)
     given = (q, k, v, -normal(5, 4, *channels, seed=4).exp(), normal(5, 4, seed=5).sigmoid())
-    states = normal(ROWS, 4, 8, 6, seed=6)
+    states = normal(ROWS, 4, 8, width, seed=6)
     first = (one[:ROWS] for one in given)
     expected, final, _ = reference.delta_forward(*first, single(), states.clone(), scale=0.4, keep=False)
     assert final is not None

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from engine.distributed.sharding import ShardSpec, replicated_spec, runs_spec, split_spec
 from engine.errors import UserError
 from engine.hybrids.layers.cached_states import Scan, cached_convolution
-from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
+from engine.hybrids.layers.mixer import Mixer, SmallParameters
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution, gated_norm
 from engine.hybrids.ops.parameters import of_parameters
@@ -120,9 +120,10 @@ class _Small(SmallParameters):
         keys, values, taps = sizes.key_width, sizes.value_width, sizes.taps
         if sizes.stored == "each":
             names = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
-            self.convolutions = [self.owned(name, split(rows, 1, taps)) for name, rows in names.items()]
+            specs = {name: split(rows, 1, taps) for name, rows in names.items()}
         else:
-            self.convolutions = [self.owned("conv1d", runs_spec((2 * keys + values, 1, taps), channels))]
+            specs = {"conv1d": runs_spec((2 * keys + values, 1, taps), channels)}
+        self.convolutions, self.joined = self.owned_convolutions(specs)
         self.a_log, self.dt_bias = (self.owned(name, split(sizes.value_heads)) for name in ("A_log", "dt_bias"))
         norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
         self.norm = self.owned("norm", norm)
@@ -192,7 +193,7 @@ class GatedDeltaNet(Mixer):
         if context.cache is not None:
             scan = Scan(self._rule, lambda y: inputs(*y.split(self._channels, dim=1)))
             out = cached_convolution(
-                self.prefix, context.cache, pieces, mixed, joined_weight(small.convolutions), None, activation="silu",
+                self.prefix, context.cache, pieces, mixed, small.joined, None, activation="silu",
                 kernels=kernels, scan=scan,
             )  # fmt: skip
         else:

@@ -22,7 +22,7 @@ from torch.nn.functional import softplus
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
 from engine.hybrids.layers.cached_states import Scan, cached_convolution
-from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
+from engine.hybrids.layers.mixer import Mixer, SmallParameters
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution, gated_norm
 from engine.hybrids.ops.parameters import of_parameters
@@ -99,7 +99,8 @@ class _Small(SmallParameters):
         def split(shape: tuple[int, ...], dim: int = 0) -> ShardSpec:
             return split_spec(shape, dim, rank=tp.rank, size=tp.size, what="the number of linear attention's heads")
 
-        self.convolutions = [self.owned(f"{name}_conv1d", split((sizes.width, 1, sizes.taps))) for name in "qkv"]
+        specs = {f"{name}_conv1d": split((sizes.width, 1, sizes.taps)) for name in "qkv"}
+        self.convolutions, self.joined = self.owned_convolutions(specs)
         self.a_log = self.owned("A_log", split((1, 1, sizes.heads, 1), 2))
         self.dt_bias = self.owned("dt_bias", split((sizes.width,)))
         norm = replicated_spec((sizes.dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
@@ -184,7 +185,7 @@ class KimiDelta(Mixer):
         if context.cache is not None:
             scan = Scan(self._rule, lambda y: inputs(*y.chunk(3, dim=1)))
             out = cached_convolution(
-                self.prefix, context.cache, pieces, mixed, joined_weight(small.convolutions), None, activation="silu",
+                self.prefix, context.cache, pieces, mixed, small.joined, None, activation="silu",
                 kernels=kernels, scan=scan,
             )  # fmt: skip
         else:

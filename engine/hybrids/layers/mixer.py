@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec
@@ -15,12 +14,6 @@ from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.ops.attention.token_context import TokenContext
-
-
-def joined_weight(convolutions: Sequence[ShardEntry]) -> Tensor:
-    """Returns [C, 1, W], the weights of convolutions whose channels lie one after the other."""
-    weights = [entry.parameter for entry in convolutions]
-    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 class SmallParameters(ShardedModule):
@@ -38,6 +31,19 @@ class SmallParameters(ShardedModule):
         """Makes the parameter `leaf` of the module of this name inside the mixer, which trains where the plan says."""
         module, build = f"{self._prefix}.{name}", self._build
         return self.own(f"{module}.{leaf}", build.empty(spec.local_shape), spec, trainable=build.plan.trains(module))
+
+    def owned_convolutions(self, specs: Mapping[str, ShardSpec]) -> tuple[list[ShardEntry], Tensor]:
+        """Makes the weights [C, 1, W] of the modules of these names in one storage, and returns also that, which is the
+        weight of one convolution of all channels."""
+        build, entries, first = self._build, [], 0
+        counts = [spec.local_shape[0] for spec in specs.values()]
+        joined = build.empty((sum(counts), *next(iter(specs.values())).local_shape[1:]))
+        for (name, spec), count in zip(specs.items(), counts, strict=True):
+            module = f"{self._prefix}.{name}"
+            part = joined[first : first + count]
+            entries.append(self.own(f"{module}.weight", part, spec, trainable=build.plan.trains(module)))
+            first += count
+        return entries, joined
 
 
 class Mixer(Branch):

@@ -24,11 +24,14 @@ def delta_forward(
     *,
     scale: float,
     keep: bool,
+    final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Computes the gated delta rule within runs of tokens; see `engine.hybrids.reference.delta_forward`.
 
     Args:
         q_TGK, k_TGK, v_TNV: fp32 or bfloat16, tokens and heads of any stride.
+        final: memory for the last states; it may be that of the initial ones where the same pieces have both. None for
+            new memory.
 
     Returns:
         [T, N, V], the last states of `pieces.sent`, and states inside of long runs where a backward follows.
@@ -36,7 +39,8 @@ def delta_forward(
     (tokens, num_heads, value), key = v_TNV.shape, k_TGK.shape[2]
     state = (num_heads, key, value)
     out = torch.empty(v_TNV.shape, dtype=v_TNV.dtype)
-    final = torch.empty(len(pieces.sent), *state) if pieces.sent else None
+    if final is None and pieces.sent:
+        final = torch.empty(len(pieces.sent), *state)
     kept = torch.empty(num_kept(pieces), *state) if keep else None
     table, decay, beta_TN = run_table(pieces), decay.contiguous(), beta_TN.contiguous()
     initial = None if initial_RNKV is None else initial_RNKV.contiguous()
@@ -44,7 +48,7 @@ def delta_forward(
         *_inputs(q_TGK, k_TGK, v_TNV, decay, beta_TN, table, scale),
         optional_vector(initial, len(pieces.received) * num_heads * key * value),
         *heads(out, tokens, num_heads, value, dtype=out.dtype),
-        None if final is None else final.data_ptr(),
+        optional_vector(final, len(pieces.sent) * num_heads * key * value),
         None if kept is None else kept.data_ptr(),
     )
     return out, final, () if kept is None else (kept,)

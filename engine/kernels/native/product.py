@@ -1,8 +1,8 @@
 """Products of activations with frozen weights by the compiled kernels, where they measured faster than torch's.
 
 One multiplies in fp32 by vectors. One, for processors with AMX, multiplies bfloat16 tiles: three bfloat16 numbers stand
-for each fp32 number, so its error is no larger than that of a product in fp32 (csrc/product_amx.cpp). One is for the few
-rows of a decode pass, which cost what reading the weight costs (csrc/few_rows.cpp).
+for each fp32 number, so its error is no larger than that of a product in fp32 (csrc/product_amx.cpp). One is for the
+few rows of a decode pass, which cost what reading the weight costs (csrc/few_rows.cpp).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def ssd_forward(
     initial_RNPS: Tensor | None,
     *,
     keep: bool,
+    final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Computes h_t = exp(dt_t a) h_{t-1} + dt_t x_t b_t^T and y_t = h_t c_t + d x_t within runs of tokens.
 
@@ -34,6 +35,7 @@ def ssd_forward(
         dt_TN, a_N: fp32, the first after its softplus, the second negative.
         d_N: read as fp32.
         initial_RNPS: fp32.
+        final: as of `engine.kernels.native.delta.delta_forward`.
 
     Returns:
         [T, N, P] in the dtype of x; fp32 [len(pieces.sent), N, P, S] or None where none is sent; states inside of long
@@ -41,7 +43,8 @@ def ssd_forward(
     """
     (_, num_heads, features), size = x_TNP.shape, b_TGS.shape[2]
     y = torch.empty(x_TNP.shape, dtype=x_TNP.dtype)
-    final = torch.empty(len(pieces.sent), num_heads, features, size) if pieces.sent else None
+    if final is None and pieces.sent:
+        final = torch.empty(len(pieces.sent), num_heads, features, size)
     kept = torch.empty(num_kept(pieces), num_heads, size, features) if keep else None
     table, dt, a, d = run_table(pieces), dt_TN.contiguous(), a_N.contiguous(), _wide(d_N)
     initial = None if initial_RNPS is None else initial_RNPS.contiguous()
@@ -49,7 +52,7 @@ def ssd_forward(
         *_inputs(x_TNP, dt, a, b_TGS, c_TGS, d, table),
         optional_vector(initial, len(pieces.received) * num_heads * features * size),
         y.data_ptr(),
-        None if final is None else final.data_ptr(),
+        optional_vector(final, len(pieces.sent) * num_heads * features * size),
         None if kept is None else kept.data_ptr(),
     )
     return y, final, () if kept is None else (kept,)

@@ -34,6 +34,7 @@ class AttentionKind:
         rotary_dim: the first features of a head that are rotated; None for all.
         interleaved: the pairs that are turned are neighbours, and not halves of the turned features.
         rope, num_ropes: which of the model's rotary tables it takes.
+        query_rope: which of them queries take; None for the same as keys.
         qk_norm_over: queries and keys are normalised within a head, or over all heads together.
         norm_offset: added to the weights of norms within a head.
         norms_rotated: norms within a head are of what is rotated already.
@@ -48,6 +49,7 @@ class AttentionKind:
     interleaved: bool = False
     rope: int = 0
     num_ropes: int = 1
+    query_rope: int | None = None
     qk_norm_over: Literal["head", "all"] = "head"
     norm_offset: float = 0.0
     norms_rotated: bool = False
@@ -310,7 +312,7 @@ class Attention(Branch):
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._tables(context)
-        by_parts = self._turns_a_part or self.kind.interleaved
+        by_parts = self._turns_a_part or self.kind.interleaved or self.kind.query_rope is not None
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
         if (self.q_norm is None or self.kind.norms_rotated) and self.qk_norm is None and not by_parts:
             q, k, v = split_rotate(qkv, cos, sin, *sizes, self.layout.kernels)
@@ -323,13 +325,15 @@ class Attention(Branch):
 
     def turned(self, parts: tuple[Tensor, Tensor, Tensor], context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [T, H, D] and k [T, K, D], normalised and rotated, and v [T, K, D], of [T, heads * D] each."""
-        cos, sin = self._tables(context)
+        of_keys = of_queries = self._tables(context)
+        if self.kind.query_rope is not None:
+            of_queries = self._tables_at(self.kind.query_rope, context)
         if self.qk_norm is not None:
             parts = (*self.qk_norm(*parts[:2]), parts[2])
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in parts)
         if not self.kind.norms_rotated:
             q, k = self._normalised(q, k)
-        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        q, k = self._rotate(q, *of_queries), self._rotate(k, *of_keys)
         return *(self._normalised(q, k) if self.kind.norms_rotated else (q, k)), v
 
     def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,11 +354,15 @@ class Attention(Branch):
         return split_rotate(x.flatten(1), cos, sin, x.shape[1], 0, self.head_dim, self.layout.kernels)[0]
 
     def _tables(self, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """The rotary tables of this layer; those of a model with several lie one after the other."""
+        """The rotary tables of this layer."""
+        return self._tables_at(self.kind.rope, context)
+
+    def _tables_at(self, rope: int, context: TokenContext) -> tuple[Tensor, Tensor]:
+        """The rotary tables of this number; those of a model with several lie one after the other."""
         if self.kind.num_ropes == 1:
             return context.cos, context.sin
         size = context.cos.shape[0] // self.kind.num_ropes
-        rows = slice(self.kind.rope * size, (self.kind.rope + 1) * size)
+        rows = slice(rope * size, (rope + 1) * size)
         return context.cos[rows], context.sin[rows]
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:

@@ -267,6 +267,10 @@ class Decoder(nn.Module):
             pair = rope_tables(positions, frequencies)
             if rope.scaling is not None and rope.scaling.table_scale != 1.0:
                 pair = (pair[0].mul_(rope.scaling.table_scale), pair[1].mul_(rope.scaling.table_scale))
+            if rope.growth is not None:
+                reached = torch.floor(positions.flatten() / rope.growth.length)
+                grown_T1 = torch.log1p(reached).mul_(rope.growth.factor).add_(1.0)[:, None]
+                pair = (pair[0].mul_(grown_T1), pair[1].mul_(grown_T1))
             tables.append(pair)
         if len(tables) == 1:
             return tables[0]

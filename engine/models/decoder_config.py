@@ -54,6 +54,15 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueryGrowth:
+    """How queries grow with their position p: they are multiplied by 1 + factor log(1 + floor(p / length)), as those of
+    Llama 4 are."""
+
+    factor: float
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
     """One rotary embedding.
 
@@ -65,6 +74,7 @@ class Rope:
         width: features that its tables are of; None for the config's.
         turned_pairs: the first pairs of features, which are turned as wide heads are, while others are not; None for
             all.
+        growth: it is for queries alone, which it multiplies too.
     """
 
     theta: float | None
@@ -72,6 +82,7 @@ class Rope:
     axes: tuple[int, ...] = ()
     width: int | None = None
     turned_pairs: int | None = None
+    growth: QueryGrowth | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -439,7 +450,7 @@ class DecoderConfig:
         hidden, intermediate: widths of the residual stream and of the MLP.
         num_layers, num_heads, num_kv_heads, head_dim, vocab_size: counts; head_dim need not be hidden / num_heads.
         norm_eps: epsilon of every RMSNorm.
-        ropes: rotary embeddings: the main one, and one for the layers whose kind asks for it.
+        ropes: rotary embeddings: the main one, and one for the layers whose kind asks for it, or one for queries.
         tied_embeddings: lm_head shares the embedding's matrix.
         qkv_bias, out_bias, mlp_bias: whether q/k/v, o, and the MLP's linears have biases.
         qk_norm: RMSNorm on queries and keys before rotation.
@@ -561,6 +572,7 @@ class DecoderConfig:
             interleaved=self.interleaved,
             rope=int(layer.second_rope),
             num_ropes=len(self.ropes),
+            query_rope=next((place for place, rope in enumerate(self.ropes) if rope.growth is not None), None),
             qk_norm_over=self.qk_norm_over,
             norm_offset=self.norm_offset,
             norms_rotated=self.norms_rotated,

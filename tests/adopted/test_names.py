@@ -92,7 +92,9 @@ def test_a_language_model_beside_a_vision_model(tmp_path: Path, monkeypatch: pyt
         text_config={**text, "vocab_size": 99}, vision_config={**vision, "patch_size": 14}, tie_word_embeddings=False
     )
     monkeypatch.setattr("engine.adopted.images.refusal.sees_images", lambda hf_config: False)
-    source, state = check_in_and_out(config, tmp_path, lambda name: name.replace("model.", "model.language_model.", 1))
+    source, state = check_in_and_out(
+        config, tmp_path, lambda name: name.replace("model.", "model.language_model.", 1), "adopted"
+    )
     assert len(source.outside_names()) == len(state) - len(source.tensor_names())
 
 

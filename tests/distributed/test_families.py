@@ -244,7 +244,7 @@ WITHOUT_WINDOWS = (
     "kimi linear", "falcon h1", "falcon h1 with norms",
     "glm4 moe", "glm4 moe without groups", "deepseek v2", "deepseek v2 greedy", "deepseek v3", "deepseek v3 yarn",
     "glm4 moe lite", "minimax m2", "seed oss", "exaone4", "arcee", "ernie 4.5", "ernie 4.5 moe", "hunyuan",
-    "hunyuan moe", "glm", "glm4",
+    "hunyuan moe", "ministral3", "glm", "glm4",
 )  # fmt: skip
 
 

@@ -415,6 +415,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 7.0, "factor": 1.0}},
     ),
     "hunyuan moe": ("HunYuanMoEV1", {"intermediate_size": 24, "num_experts": 5, "moe_topk": [2] * 4}),
+    "ministral3": ("Ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.7}}),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "rope_parameters": {**_YARN, "truncate": True}}),
 }

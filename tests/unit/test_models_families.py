@@ -232,6 +232,17 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ),
         ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, "x"]}, "moe_topk .*, or a list of these is expected"),
         ({"model_type": "hunyuan_v1_moe", "num_experts": 2, "moe_topk": 3}, "num_experts_per_tok 3 and 2 experts"),
+        (
+            {
+                "model_type": "ministral3",
+                "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8},
+            },
+            "rotary embedding of type yarn without llama_4_scaling_beta",
+        ),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": -1}},
+            "llama_4_scaling_beta -1, but a",
+        ),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit 0, but a number above 0"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "mlp_only_layers 3, but a list of whole numbers"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
@@ -313,6 +324,7 @@ STOCK_SIZES = [
     "Granite",
     "HunYuanDenseV1",
     "Lfm2",
+    "Ministral3",
     "Mistral",
     "Olmo2",
     "OlmoHybrid",

@@ -53,6 +53,7 @@ FAMILIES = {
     "minicpm": "engine.models.families.minicpm:FAMILY",
     "minicpmv": "engine.vision.families.minicpm_v:FAMILY",
     "minimax_m2": "engine.experts.families.routed:MINIMAX_M2",
+    "ministral3": "engine.models.families.ministral3:FAMILY",
     "mistral": "engine.models.families.mistral:FAMILY",
     "mixtral": "engine.experts.families.routed:MIXTRAL",
     "nemotron_h": "engine.hybrids.families.nemotron:FAMILY",

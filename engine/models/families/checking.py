@@ -211,6 +211,8 @@ def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
             continue
         elif name in _ROPE_KEYS + _NULLABLE_ROPE_KEYS and not _FACTOR[1](value):
             raise _wrong(place, value, _FACTOR[0])
+        elif name == "llama_4_scaling_beta" and not (_is_number(value) and value >= 0):
+            raise _wrong(place, value, "a number, 0 or more")
         elif name == "partial_rotary_factor" and value is not None and not _SHARE[1](value):
             raise _wrong(place, value, _SHARE[0])
         elif name == "original_max_position_embeddings" and not _COUNT[1](value):

@@ -16,7 +16,10 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.hybrids.families.falcon import falcon_h1
 from engine.hybrids.families.kimi import kimi_linear
+from engine.hybrids.families.lfm2 import lfm2
 from engine.hybrids.families.mamba import granite_hybrid
+from engine.hybrids.families.nemotron import nemotron_h
+from engine.hybrids.families.olmo import olmo_hybrid
 from engine.hybrids.families.qwen import qwen3_5, qwen3_next
 from engine.models.decoder_config import DecoderConfig
 from engine.optim.state_sharding import ShardLevel
@@ -58,12 +61,25 @@ _KIMI = {
     "v_head_dim": 7, "linear_head_dim": 9, "linear_num_heads": 4, "layer_types": _DELTA["layer_types"],
     "moe_intermediate_size": 20, "num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1,
 }  # fmt: skip
+_LFM2 = {
+    **_COMMON, "head_dim": None, "norm_eps": 0.1, "conv_L_cache": 3, "conv_bias": True, "block_multiple_of": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}  # fmt: skip
+_OLMO = {**_DELTA, "head_dim": None, "linear_num_value_heads": 4}
+_NEMOTRON = {
+    **_COMMON, "layer_norm_epsilon": 0.1, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 8, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28,
+}  # fmt: skip
 MODELS: dict[str, DecoderConfig] = {
     "qwen3.5": qwen3_5({**_DELTA, "model_type": "qwen3_5_text"}),
     "qwen3.5 wide": qwen3_5({**_WIDE, "model_type": "qwen3_5_text"}),
     "qwen3 next": qwen3_next({**_DELTA, **_EXPERTS, "mlp_only_layers": [1], "model_type": "qwen3_next"}),
     "granite hybrid": granite_hybrid({**_GRANITE, "model_type": "granitemoehybrid"}),
     "falcon h1": falcon_h1({**_FALCON, "model_type": "falcon_h1"}),
+    "lfm2": lfm2({**_LFM2, "model_type": "lfm2"}),
+    "nemotron h": nemotron_h({**_NEMOTRON, "model_type": "nemotron_h"}),
+    "olmo hybrid": olmo_hybrid({**_OLMO, "model_type": "olmo_hybrid"}),
     "kimi linear": kimi_linear({**_KIMI, "model_type": "kimi_linear"}),
 }
 """The wide one has linears that two ranks cut at multiples of 64."""
@@ -112,7 +128,7 @@ class Place:
         case = Case(
             config=MODELS[self.model],
             adapters="" if full else EVERY_LINEAR,
-            trained=".*" if full else r".*(A_log|dt_bias|conv1d|norm|\.D)",
+            trained=".*" if full else r".*(A_log|dt_bias|conv1d|\.conv|norm|\.D)",
         )
         return Layout(
             case=case, grid=self.grid, layers=self.layers, schedule=self.schedule, sequence=self.sequence,

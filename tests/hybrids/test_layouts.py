@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.distributed.ranks import RankGrid
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import assemble
-from tests.hybrids.layouts import Place, Seen, step, step_of_documents
+from tests.hybrids.layouts import MODELS, Place, Seen, step, step_of_documents
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
@@ -75,7 +75,7 @@ def _of(model: str) -> dict[str, Place]:
             "zero 3", "tp2 cp2", "pp2 cp2",
         )
     }  # fmt: skip
-    if model in ("qwen3 next", "granite hybrid", "kimi linear"):
+    if MODELS[model].num_experts:
         experts = {
             "ep2": place(grid=RankGrid(dp=2, ep=2)),
             "ep2, zero 3": place(grid=RankGrid(dp=2, ep=2), level="parameters", rows="odd"),
@@ -113,12 +113,10 @@ def _encoded() -> dict[str, Place]:
     return found | rounded
 
 
+WHOLE = ("qwen3.5", "qwen3 next", "granite hybrid", "falcon h1", "nemotron h", "kimi linear", "olmo hybrid", "lfm2")
+"""Models that run in every layout."""
 PLACES: dict[str, Place] = {
-    **{
-        f"{model}: {name}": one
-        for model in ("qwen3.5", "qwen3 next", "granite hybrid", "falcon h1", "kimi linear")
-        for name, one in _of(model).items()
-    },
+    **{f"{model}: {name}": one for model in WHOLE for name, one in _of(model).items()},
     **{f"qwen3.5 wide: {name}": one for name, one in _encoded().items()},
 }
 QUICK = ("qwen3 next: packed, short", "qwen3 next: cp2 short")

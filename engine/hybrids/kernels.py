@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 from torch import Tensor
 
-from engine.hybrids import reference, state_space_reference, steps, triton_shapes
+from engine.hybrids import reference, state_space_reference, steps, triton_costs, triton_shapes
 from engine.hybrids.pieces import Pieces
 from engine.kernels.native.recurrence import num_kept
-from engine.ops.kernels import Kernels, Op
+from engine.ops.kernels import Counted, Kernels, Op
 from engine.ops.kernels.op import like, wide
 
 
@@ -54,6 +54,7 @@ DELTA_FORWARD = Op(
     triton="engine.hybrids.triton_ops:delta_forward",
     shape=_delta_forward_shape,
     triton_shape=triton_shapes.delta_forward,
+    triton_cost=triton_costs.delta_forward,
 )
 DELTA_BACKWARD = Op(
     reference=reference.delta_backward,
@@ -61,12 +62,14 @@ DELTA_BACKWARD = Op(
     triton="engine.hybrids.triton_ops:delta_backward",
     shape=_delta_backward_shape,
     triton_shape=triton_shapes.delta_backward,
+    triton_cost=triton_costs.delta_backward,
 )
 CONV_FORWARD = Op(
     reference=reference.conv_forward,
     native="engine.kernels.native.convolution:conv_forward",
     triton="engine.hybrids.triton_ops:conv_forward",
     shape=lambda x, *_, **__: like(x),
+    triton_cost=triton_costs.conv_forward,
 )
 CONV_BACKWARD = Op(
     reference=reference.conv_backward,
@@ -74,6 +77,7 @@ CONV_BACKWARD = Op(
     triton="engine.hybrids.triton_ops:conv_backward",
     shape=lambda dy, x, weight, bias, pieces, tail, **_: (like(x), None if tail is None else like(tail)),
     triton_shape=triton_shapes.conv_backward,
+    triton_cost=triton_costs.conv_backward,
 )
 GATED_NORM_FORWARD = Op(
     reference=reference.gated_norm_forward,
@@ -86,6 +90,7 @@ GATED_NORM_BACKWARD = Op(
     native="engine.kernels.native.gated_norm:gated_norm_backward",
     triton="engine.hybrids.triton_ops:gated_norm_backward",
     shape=lambda dy, x, z, *_: (like(x), like(z)),
+    triton_cost=triton_costs.gated_norm_backward,
 )
 SIGMOID_NORM_FORWARD = Op(
     reference=reference.sigmoid_norm_forward,
@@ -96,6 +101,7 @@ SIGMOID_NORM_BACKWARD = Op(
     reference=reference.sigmoid_norm_backward,
     triton="engine.hybrids.triton_ops:sigmoid_norm_backward",
     shape=lambda dy, x, z, *_: (like(x), like(z)),
+    triton_cost=triton_costs.gated_norm_backward,
 )
 SSD_FORWARD = Op(
     reference=state_space_reference.ssd_forward,
@@ -103,6 +109,7 @@ SSD_FORWARD = Op(
     triton="engine.hybrids.triton_ops:ssd_forward",
     shape=_ssd_forward_shape,
     triton_shape=triton_shapes.ssd_forward,
+    triton_cost=triton_costs.ssd_forward,
 )
 SSD_BACKWARD = Op(
     reference=state_space_reference.ssd_backward,
@@ -110,6 +117,7 @@ SSD_BACKWARD = Op(
     triton="engine.hybrids.triton_ops:ssd_backward",
     shape=_ssd_backward_shape,
     triton_shape=triton_shapes.ssd_backward,
+    triton_cost=triton_costs.ssd_backward,
 )
 CONV_STEP = Op(
     reference=steps.conv_step,
@@ -158,12 +166,22 @@ class HybridKernels:
 
 
 @cache
-def _backend(name: str, *, shapes: bool) -> HybridKernels:
+def _backend(name: str) -> HybridKernels:
+    return HybridKernels(**{one: op.implementation(name) or op.reference for one, op in _ops().items()})
+
+
+def _ops() -> dict[str, Op]:
+    return {one.name: one.metadata["op"] for one in fields(HybridKernels)}
+
+
+def _stand_ins(name: str, counted: Counted | None) -> HybridKernels:
+    """Returns what stands for compiled kernels on the meta device; plain torch runs there, and is counted, as it is."""
     found = {}
-    for one in fields(HybridKernels):
-        op: Op = one.metadata["op"]
-        compiled = None if name == "reference" else op.stand_in(name) if shapes else op.implementation(name)
-        found[one.name] = op.reference if compiled is None else compiled
+    for one, op in _ops().items():
+        compiled = None if name == "reference" else op.stand_in(name)
+        if compiled is not None and counted is not None:
+            compiled = counted(compiled, one, op if name == "triton" else replace(op, triton_cost=None))
+        found[one] = op.reference if compiled is None else compiled
     return HybridKernels(**found)
 
 
@@ -173,4 +191,5 @@ def hybrid_kernels(kernels: Kernels, *, shapes: bool = False) -> HybridKernels:
     Args:
         shapes: for the meta device, where compiled kernels only allocate.
     """
-    return _backend("triton" if kernels.name == "apex" else kernels.name, shapes=shapes)
+    name = "triton" if kernels.name == "apex" else kernels.name
+    return _stand_ins(name, kernels.counted) if shapes else _backend(name)

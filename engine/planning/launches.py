@@ -26,7 +26,7 @@ from engine.kernels.records import AdapterPlace, AdapterSection, Documents, Inpu
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
-from engine.ops.kernels.op import write_in_place
+from engine.ops.kernels.op import Op, write_in_place
 from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import shape_torch_attention
 from engine.quantization.encoding import encoding
@@ -165,6 +165,22 @@ class LaunchCounter(EagerMode):
 
         return counted
 
+    def op(self, function: Callable[..., Any], name: str, op: Op) -> Callable[..., Any]:
+        """Returns the stand-in of an op of a wing, counted at each call; by what its Triton kernels take, where that is
+        known."""
+        by_tensors = self.kernel(function, name, _no_products if op.flops is None else op.flops)
+        if (cost := op.triton_cost) is None:
+            return by_tensors
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._one_kernel():
+                out = function(*args, **kwargs)
+            launches, nbytes, flops = cost(*args, **kwargs)
+            self.launches.append(Launch(name, nbytes, flops, count=launches))
+            return out
+
+        return counted
+
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns the attention of packed documents, counted forward and backward."""
 
@@ -227,7 +243,8 @@ def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
         return {
             one.name: counter.kernel(getattr(record, one.name), f"{kind}{one.name}", flops.get(one.name, _no_products))
             for one in fields(record)
-            if one.name not in ("name", "attention", "folds", "product") and callable(getattr(record, one.name))
+            if one.name not in ("name", "attention", "folds", "product", "counted")
+            and callable(getattr(record, one.name))
         }
 
     nested = {
@@ -236,7 +253,8 @@ def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
         if (record := getattr(kernels, name)) is not None
     }
     flops = {name: op.flops for name, op in ops().items() if op.flops is not None}
-    return in_two_for_many_ranks(replace(kernels, **count(kernels, flops), **nested, attention=attention))
+    counted = replace(kernels, **count(kernels, flops), **nested, attention=attention, counted=counter.op)
+    return in_two_for_many_ranks(counted)
 
 
 def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> BaseEncoding:

@@ -59,10 +59,12 @@ from engine.ops.kernels.swiglu import (
 )
 
 __all__ = [
-    "REFERENCE", "AdaptedProducts", "AttendPages", "Attention", "Folds", "GumbelArgmax", "HeadNormKernels", "Kernels",
-    "Op", "PagedAttention", "Product", "RowCodeKernels", "backend", "in_two_for_many_ranks", "ops", "scale_projection",
-    "shape_backend",
+    "REFERENCE", "AdaptedProducts", "AttendPages", "Attention", "Counted", "Folds", "GumbelArgmax", "HeadNormKernels",
+    "Kernels", "Op", "PagedAttention", "Product", "RowCodeKernels", "backend", "in_two_for_many_ranks", "ops",
+    "scale_projection", "shape_backend",
 ]  # fmt: skip
+
+Counted = Callable[[Callable[..., object], str, Op], Callable[..., object]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,8 @@ class Kernels:
         folds: input features, output features and dtype of a linear on this rank -> the directions in which its
             adapters are faster as columns of its weight, in one product, than otherwise.
         fold_multiple: the columns of a folded weight beyond its input features are padded to a multiple of this.
+        counted: (a function, its name, its op) -> the same function, counted at each call; for kernels that are no ops
+            of this record. None where nothing is counted.
         (others): see the module of each op.
     """
 
@@ -106,6 +110,7 @@ class Kernels:
     )
     paged_attention: PagedAttention | None = field(default=None, metadata={"op": PAGED_ATTENTION})
     gumbel_argmax: GumbelArgmax | None = field(default=None, metadata={"op": GUMBEL_ARGMAX})
+    counted: Counted | None = None
 
 
 def ops() -> dict[str, Op]:

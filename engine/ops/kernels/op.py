@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.seams import resolve
+
+
+class Cost(NamedTuple):
+    """What a call of an op costs on a GPU.
+
+    Args:
+        launches: kernels.
+        nbytes: read and written.
+        flops: of its products.
+    """
+
+    launches: int
+    nbytes: int
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +38,8 @@ class Op:
             None where the planner has the op computed by others.
         triton_shape: the same for the Triton kernel; None where its allocations are the native one's.
         flops: of the same arguments, those of products with adapters; None for none.
+        triton_cost: of the same arguments, what the Triton kernels take; None where it is one, or two with a sum, that
+            read the arguments and write the results.
     """
 
     reference: Any = None
@@ -32,6 +48,7 @@ class Op:
     shape: Any = None
     triton_shape: Any = None
     flops: Callable[..., float] | None = None
+    triton_cost: Callable[..., Cost] | None = None
 
     def implementation(self, backend: str) -> Any:
         """Returns the function of a backend, or the record of several; None where it lacks the op."""

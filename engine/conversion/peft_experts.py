@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 from engine.choices import AdapterForm, AdapterReader
 from engine.conversion.expert_stacks import DOWN, GATE_UP, expert_module, routed_layers
+from engine.conversion.vllm_adapters import reads_stacks, unread_by_vllm
+from engine.layers.mlp import first_linears
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import fused_parts, is_shared_factor
 
@@ -40,12 +42,10 @@ no module of an expert, and computes without its adapter."""
 _OTHER_ROUTERS = (
     "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2",
     "ernie4_5_moe", "hunyuan_v1_moe",
-    *_STACKED_ALONE, *_UNSTACKED_BY_PEFT,
+    "nemotron_h", *_STACKED_ALONE, *_UNSTACKED_BY_PEFT,
 )  # fmt: skip
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it
 opens none."""
-STACKED_IN_VLLM: frozenset[str] = frozenset()
-"""Families whose experts vLLM knows stacked, so that it finds PEFT's stacks."""
 
 
 def is_expert(module: str) -> bool:
@@ -78,10 +78,10 @@ class TrainedAdapters:
         """The names of the experts' linears that have adapters."""
         return {part.rpartition(".")[2] for module in self.experts for part in fused_parts(module)}
 
-    @property
-    def missing_linear(self) -> str | None:
-        """The first of an expert's three linears that has no adapter in any."""
-        return next((leaf for leaf in (*GATE_UP, *DOWN) if leaf not in self.expert_linears), None)
+    def missing_linear(self, decoder: DecoderConfig) -> str | None:
+        """Returns the first of an expert's linears, three or, without a gate, two, that has no adapter in any."""
+        linears = (*first_linears(decoder.activation), *DOWN)
+        return next((leaf for leaf in linears if leaf not in self.expert_linears), None)
 
     @property
     def beside_experts(self) -> list[str]:
@@ -98,8 +98,8 @@ def obstacle(
         decoder: of the base.
         reader: None for those that `form` is made for. For vLLM, the forms that its version 0.33 reads.
     """
-    if reader == "vllm" and (absorbed := [one for one in trained.adapters if one.endswith(".kv_b_proj")]):
-        return f"{min(absorbed)} has an adapter, and vLLM generates with that matrix multiplied into others, without it"
+    if reader == "vllm" and (reason := unread_by_vllm(trained.adapters, decoder)) is not None:
+        return reason
     if not decoder.num_experts:
         return None if form == "per_expert" else f"{decoder.family} models have no experts that a router chooses"
     for module in trained.in_full:
@@ -128,10 +128,8 @@ def obstacle(
 def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
     if reader == "sglang":
         return "SGLang has no form in which gate and up of the experts are one parameter"
-    if reader == "vllm" and decoder.family in _STACKED_ALONE:
-        return f"vLLM has not been tried with the stacks of a {decoder.family} model"
-    if reader == "vllm" and decoder.family not in STACKED_IN_VLLM:
-        return f"vLLM knows the experts of {decoder.family} apart, and would load their stacks and compute without them"
+    if reader == "vllm":
+        return _of_stacks_in_vllm(trained, decoder)
     for layer in routed_layers(decoder):
         for parts in ((*GATE_UP, "gate_up_proj"), DOWN):
             scales = {
@@ -145,13 +143,27 @@ def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapter
     return None
 
 
+def _of_stacks_in_vllm(trained: TrainedAdapters, decoder: DecoderConfig) -> str | None:
+    if not reads_stacks(decoder):
+        if decoder.family in _STACKED_ALONE:
+            return f"vLLM has not been tried with the stacks of a {decoder.family} model without its tower"
+        return f"vLLM knows the experts of {decoder.family} apart, and would load their stacks and compute without them"
+    if (missing := trained.missing_linear(decoder)) is not None:
+        return f"the experts' {missing} has no adapter, and vLLM reads stacks of all linears together"
+    if trained.rslora:
+        return "lora.rslora is true, and vLLM takes the rank of each expert for that of gate and up together"
+    if len({trained.adapters[module] for module in trained.experts}) > 1:
+        return "the experts' adapters differ in rank or alpha, of which vLLM takes one for all"
+    return None
+
+
 def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
     if reader == "sglang":
         return "SGLang is only known to read experts in the form of shared outer factors"
     if reason := _incomplete(trained, decoder, "vLLM" if reader == "vllm" else "PEFT"):
         return reason
     if reader == "vllm":
-        return _of_each_in_vllm(trained)
+        return _of_each_in_vllm(trained, decoder)
     if decoder.family in _UNSTACKED_BY_PEFT:
         return f"PEFT does not stack the experts' adapters of a {decoder.family} model, and would compute without them"
     routers = {module for module in trained.adapters if _ROUTER in module}
@@ -165,9 +177,9 @@ def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterRe
     return None
 
 
-def _of_each_in_vllm(trained: TrainedAdapters) -> str | None:
-    if (missing := trained.missing_linear) is not None:
-        return f"the experts' {missing} has no adapter, and vLLM reads adapters of experts with all three"
+def _of_each_in_vllm(trained: TrainedAdapters, decoder: DecoderConfig) -> str | None:
+    if (missing := trained.missing_linear(decoder)) is not None:
+        return f"the experts' {missing} has no adapter, and vLLM reads adapters of experts' linears together"
     ranks: dict[tuple[str, str], int] = {}
     for module in trained.experts:
         layer, leaf = module.partition(_EXPERTS)[0], module.rpartition(".")[2]
@@ -183,8 +195,8 @@ def _of_outer(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterR
         return "the experts share no factors (lora.experts per_expert)"
     if reason := _incomplete(trained, decoder, "a server"):
         return reason
-    if (missing := trained.missing_linear) is not None:
-        return f"the experts' {missing} has no adapter, and vLLM reads this form with all three"
+    if (missing := trained.missing_linear(decoder)) is not None:
+        return f"the experts' {missing} has no adapter, and vLLM reads this form with all linears"
     if len(set(trained.adapters.values())) > 1:
         return "the adapters differ in rank or alpha, of which this form has one"
     return None
@@ -193,7 +205,8 @@ def _of_outer(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterR
 def _incomplete(trained: TrainedAdapters, decoder: DecoderConfig, reader: str) -> str | None:
     """Returns the reason where a linear of some expert has no adapter and that of another has."""
     leaves = {module.rpartition(".")[2] for module in trained.experts}
-    if "gate_up_proj" not in leaves and ("gate_proj" in leaves) != ("up_proj" in leaves):
+    gated = "gate_proj" in first_linears(decoder.activation)
+    if gated and "gate_up_proj" not in leaves and ("gate_proj" in leaves) != ("up_proj" in leaves):
         return f"of the experts' gate_proj and up_proj, which are one parameter to {reader}, one alone has adapters"
     count = decoder.num_experts
     every = {expert_module(i, e, leaf) for i in routed_layers(decoder) for e in range(count) for leaf in leaves}
@@ -234,8 +247,8 @@ def readers_line(form: AdapterForm, decoder: DecoderConfig, *, alone: bool) -> s
     if form == "per_expert":
         return "each expert's factors are apart: PEFT and vLLM read them so"
     servers = " alone: vLLM would load them and compute without them"
-    if decoder.family in STACKED_IN_VLLM:
-        servers = " and vLLM"
+    if reads_stacks(decoder):
+        servers = ", and by vLLM from 0.33 on, with a --max-lora-rank of twice their rank"
     elif decoder.family in _STACKED_ALONE or not decoder.num_experts:
         servers = "; vLLM has not been tried with them"
     return f"the experts' factors are stacked (target_parameters): read by PEFT{servers}"

@@ -31,6 +31,7 @@ from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.conversion.peft_tensors import adapter_tensors, fused_with, is_stored_fused, outer_tensors, stacked_tensors
 from engine.conversion.shared_factors import EachExpert
+from engine.conversion.vllm_adapters import unread_by_vllm
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
@@ -377,6 +378,8 @@ def _notes(
             "kv_b_proj has adapters, which PEFT reads; vLLM generates without them, since it multiplies that matrix "
             "into others beforehand: there merge with --format hf --merge"
         )
+    elif (reason := unread_by_vllm(parts, model.decoder)) is not None:
+        notes.append(f"PEFT reads the adapters, but {reason}: for it merge with --format hf --merge")
     if config["use_dora"]:
         notes.append(
             "the adapters are DoRA's, which PEFT reads and vLLM does not: there merge with --format hf --merge"

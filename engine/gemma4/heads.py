@@ -49,6 +49,10 @@ class NormedValues(LayerVariant):
     def head_dim(self) -> int:
         return self.dim
 
+    @property
+    def values_are_keys(self) -> bool:
+        return self.are_keys
+
     def applies(self, index: int) -> bool:
         return index in self.layers
 

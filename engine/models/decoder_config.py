@@ -210,6 +210,11 @@ class LayerVariant:
         """Features of a head, where they are not the config's; else 0."""
         return 0
 
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether attention's values are what its keys are made from, so that there is no linear for them."""
+        return False
+
     def applies(self, index: int) -> bool:
         """Returns whether a layer has it, by its index in the whole model."""
         return True

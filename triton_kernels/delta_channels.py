@@ -238,3 +238,11 @@ def channel_delta_forward(
     w_TNK, new_TNV = rows(read_k, v_TNV, None, beta_TN, x_TNL, chunks, by_head)
     states, final = walk_chunks(added_k, w_TNK, new_TNV, c_TNK, chunks, offsets, ends, by_head)
     return outputs(read_q, None, new_TNV, None, states, chunks, by_head, p_TNL=p_TNL), final, (x_TNL, p_TNL)
+
+
+def bytes_moved(num_tokens: int, num_heads: int, num_keys: int, num_values: int, itemsize: int) -> dict[str, int]:
+    """Returns the compulsory bytes: inputs read once, results written once, decay and beta in fp32."""
+    queries = 2 * num_tokens * num_heads * num_keys * itemsize
+    values = num_tokens * num_heads * num_values * itemsize
+    single = num_tokens * num_heads * (num_keys + 1) * 4
+    return {"forward": queries + 2 * values + single, "backward": 2 * queries + 3 * values + 2 * single}

@@ -231,3 +231,13 @@ def ssd_backward(
     if d_initial is not None:
         d_initial = d_initial.transpose(2, 3).contiguous()
     return dx_TNP, ddt_TN, sums[0, 0], db, dc, None if d_N is None else sums[1, 0].to(d_N.dtype), d_initial
+
+
+def bytes_moved(
+    num_tokens: int, num_heads: int, num_groups: int, num_features: int, state_size: int, itemsize: int
+) -> dict[str, int]:
+    """Returns the compulsory bytes: inputs read once, results written once, dt in fp32."""
+    whole = num_tokens * num_heads * num_features * itemsize
+    shared = 2 * num_tokens * num_groups * state_size * itemsize
+    single = num_tokens * num_heads * 4
+    return {"forward": 2 * whole + shared + single, "backward": 3 * whole + 2 * shared + 2 * single}

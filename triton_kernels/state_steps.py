@@ -285,3 +285,13 @@ def state_space_step(
         num_warps=4,
     )
     return y_TNP
+
+
+def bytes_moved(
+    num_rows: int, num_heads: int, num_keys: int, num_values: int, num_channels: int, width: int, itemsize: int
+) -> dict[str, int]:
+    """Returns the compulsory bytes of a token of each row: states and tails in and out, and the convolution's input and
+    output; the other vectors are small beside them."""
+    tails = num_rows * (width - 1) * num_channels * itemsize
+    states = num_rows * num_heads * num_keys * num_values * 4
+    return {"convolution": 2 * tails + 2 * num_rows * num_channels * itemsize, "recurrence": 2 * states}

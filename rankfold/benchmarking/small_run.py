@@ -23,6 +23,14 @@ SMALL_MIXTURE = {
 }  # fmt: skip
 """The same with experts in every layer."""
 
+SMALL_HYBRID = {
+    **SMALL_LLAMA, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 32,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+"""The same with gated delta nets in three layers of four."""
+
 _RECORDS, _PROMPTS = 256, 64
 _WORDS = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{number}": number for number in range(3, 1024)}}
 _TOKENIZER = {

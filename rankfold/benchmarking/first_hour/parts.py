@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankfold.benchmarking.small_run import SMALL_LLAMA, SMALL_MIXTURE, write_small_run
+from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESET = "--preset llama3-8b"
@@ -22,7 +22,7 @@ class Part:
         tool: "tests" for pytest, "plan" and "train" for these commands of `rankfold`, or a section of `rankfold
             benchmark`.
         arguments: of the tool, without the destinations of results. RUN is the folder of a small run that is
-            written before, EXPERTS the same of a mixture of experts.
+            written before, EXPERTS and HYBRID the same of a mixture of experts and of a model with states.
         gpus: GPUs that it needs.
         memory: GiB that a GPU needs for it.
         capability: the least compute capability of a GPU that has the products for it.
@@ -84,7 +84,7 @@ class Part:
                 return ("einops",)
 
 
-_FOLDERS = {"RUN": SMALL_LLAMA, "EXPERTS": SMALL_MIXTURE}
+_FOLDERS = {"RUN": SMALL_LLAMA, "EXPERTS": SMALL_MIXTURE, "HYBRID": SMALL_HYBRID}
 
 
 def _layouts(gpus: int, *layouts: str, experts: bool = False) -> Part:
@@ -167,6 +167,8 @@ PARTS = (
     Part("experts-peft", "experts", f"{_MIXTURE} --peers peft-experts"),
     Part("experts-nf4", "experts", f"{_MIXTURE} --peers none --base-dtype nf4"),
     Part("train-experts", "train", "--config EXPERTS/run.yaml --model.dtype bfloat16"),
+    Part("train-hybrid", "train", "--config HYBRID/run.yaml --model.dtype bfloat16"),
+    Part("rollouts-hybrid", "train", _ROLLOUTS.replace("RUN", "HYBRID")),
     Part("lora-tax", "lora-tax"),
     Part("memory", "memory", f"{PRESET} --peers peft"),
     Part("memory-8b", "plan", f"memory {_EIGHT} --gpu-memory 80 --measure", memory=76),

@@ -238,3 +238,24 @@ def paged_attention(
             scores = torch.cat((scores, sinks_H.float().view(keys.shape[0], -1, 1)), -1)
         out[row] = (scores.softmax(-1)[..., :count] @ values).flatten(0, 1)
     return out
+
+
+def combine_rows(y_NF: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """Computes out[t] = sum over k of w[t, k] y[rows[t, k]], in that order and in fp32.
+
+    Args:
+        y_NF: rows.
+        rows_TK: int64, of `y_NF`.
+        weights_TK: w; None for ones.
+
+    Returns:
+        [T, F] in the dtype of y.
+    """
+    total = y_NF.new_zeros(rows_TK.shape[0], y_NF.shape[1], dtype=torch.float32)
+    for slot, rows_T in enumerate(rows_TK.unbind(1)):
+        part = y_NF.index_select(0, rows_T).to(torch.float32)
+        if weights_TK is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part, weights_TK[:, slot, None].to(torch.float32))
+    return total.to(y_NF.dtype)

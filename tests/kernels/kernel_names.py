@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KERNELS = (
     "dropout",
+    "rows",
     "partial_sums",
     "lora",
     "output_gradients",

@@ -58,6 +58,7 @@ KNOWN = (
     ),
     Known("lora._a_gradient", "", "weight_ptr load", "a norm's weight, one number a thread, before the walk"),
     Known("cross_entropy._local_statistics", "", "logits_ptr load", "the target's logit is one number"),
+    Known("rows._combine", "", "weights_ptr load", "a slot's weight is one number"),
     Known("paged_attention._split", "gpt-oss", "sinks_ptr load", "a head's sink is one number"),
     Known(
         "delta._solve", "", "spills", "before and after Hopper: products of fp32 from registers, in three parts each"

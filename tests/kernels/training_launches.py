@@ -222,7 +222,8 @@ def norm_cases(width: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, dropout, and the loss."""
+    """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, dropout, sums of rows, and the
+    loss."""
     empty = partial(torch.empty, dtype=dtype)
     tokens, half = sizes.tokens, sizes.head_dim // 2
     heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -261,6 +262,11 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
         TRITON.drop(x, key)
         TRITON.drop(x, key, empty(tokens, sizes.hidden))
 
+    def combine() -> None:
+        rows = torch.zeros(tokens, 8, dtype=torch.int64)
+        for weights in (None, empty(tokens, 8)):
+            TRITON.combine_rows(empty(8 * tokens, sizes.hidden), rows, weights)
+
     def loss() -> None:
         logits, one = empty(tokens, sizes.vocabulary), torch.empty(tokens)
         targets = torch.zeros(tokens, dtype=torch.int64)
@@ -268,7 +274,7 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
         TRITON.loss.gradient(logits, targets, one, one, one, one)
 
     yield from norm_cases(sizes.hidden, tokens, dtype)
-    for launch in (swiglu, rope, head_norm, drop, loss):
+    for launch in (swiglu, rope, head_norm, drop, combine, loss):
         yield Case(f"{sizes.name} {launch.__name__}", launch)
     yield Case(f"{sizes.name} swiglu with codes", swiglu_codes, E4M3_SINCE)
 

@@ -372,9 +372,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         routed: RoutedPass = ctx.routed
-        rows_TK = routed.slots.rows_TK
+        rows_TK, kernels = routed.slots.rows_TK, routed.down.kernels
         d_weights = _taken(routed.d_weights).index_select(0, rows_TK.flatten()).view_as(rows_TK)
-        d_input = routed.slots.combine(_taken(routed.dx)) if ctx.needs_input_grad[0] else None
+        d_input = kernels.combine_rows(_taken(routed.dx), rows_TK) if ctx.needs_input_grad[0] else None
         return d_input, d_weights.to(ctx.dtype), None
 
 
@@ -436,7 +436,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, routed: RoutedPass) -> Tensor:
         ctx.routed = routed
-        return routed.slots.combine(_taken(routed.y), routed.weights_TK)
+        return routed.down.kernels.combine_rows(_taken(routed.y), routed.slots.rows_TK, routed.weights_TK)
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:

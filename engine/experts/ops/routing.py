@@ -105,17 +105,6 @@ class Slots(NamedTuple):
         """Returns [N, F]: each row's token."""
         return x_TF.index_select(0, self.tokens_N)
 
-    def combine(self, y_NF: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-        """Returns [T, F]: the sum over each token's slots, in their order and in fp32, weighted where asked."""
-        total = y_NF.new_zeros(self.rows_TK.shape[0], y_NF.shape[1], dtype=torch.float32)
-        for slot, rows_T in enumerate(self.rows_TK.unbind(1)):
-            part = y_NF.index_select(0, rows_T).to(torch.float32)
-            if weights_TK is None:
-                total.add_(part)
-            else:
-                total.addcmul_(part, weights_TK[:, slot, None].to(torch.float32))
-        return total.to(y_NF.dtype)
-
 
 class _SinkLinear(torch.autograd.Function):
     @staticmethod

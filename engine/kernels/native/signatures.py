@@ -30,6 +30,7 @@ _CONV = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 2, c_int]
 SIGNATURES: dict[str, list[Any]] = {
     "engine_dropout_bits": [*_THREADS, *_COORDINATES, *_MATRIX],
     "engine_drop": [*_TYPED, *_COORDINATES, c_float, *_MATRIX * 3],
+    "engine_combine_rows": [*_TYPED, *_SIZE * 3, *_MATRIX, *_POINTER * 3],
     "engine_rmsnorm_forward": [
         *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
     ],

@@ -48,6 +48,7 @@ from engine.ops.kernels.product import (
     Folds,
     Product,
 )
+from engine.ops.kernels.rows import COMBINE_ROWS
 from engine.ops.kernels.sampling import GUMBEL_ARGMAX, GumbelArgmax
 from engine.ops.kernels.swiglu import (
     SWIGLU_BACKWARD,
@@ -84,6 +85,7 @@ class Kernels:
     name: str
     draw_mask: Callable[[DropoutKey], Tensor] = field(default=None, metadata={"op": DRAW_MASK})
     drop: Callable[..., Tensor] = field(default=None, metadata={"op": DROP})
+    combine_rows: Callable[..., Tensor] = field(default=None, metadata={"op": COMBINE_ROWS})
     norm_forward: Callable[..., Tensor] = field(default=None, metadata={"op": NORM_FORWARD})
     norm_backward: Callable[..., Tensor] = field(default=None, metadata={"op": NORM_BACKWARD})
     swiglu_forward: Callable[[Tensor, Tensor], None] = field(default=None, metadata={"op": SWIGLU_FORWARD})

@@ -122,7 +122,7 @@ def _tests(name: str, files: str) -> Part:
 
 _KERNELS = (
     "lora", "rmsnorm", "swiglu", "rope", "head_norm", "dropout", "cross_entropy", "output_gradients", "quantize",
-    "paged_attention", "hybrids",
+    "rows", "paged_attention", "hybrids",
 )  # fmt: skip
 _ONE_EACH = " ".join(("--one-each", *(f"tests/kernels/test_triton_{name}.py" for name in _KERNELS)))
 
@@ -140,7 +140,8 @@ PARTS = (
     _tests("swiglu", "tests/kernels/test_triton_swiglu.py tests/kernels/test_triton_output_gradients.py"),
     _tests("encoded", "tests/kernels/test_triton_quantize.py tests/kernels/test_triton_encoded_base.py"),
     _tests("elementwise", "tests/kernels/test_triton_rope.py tests/kernels/test_triton_dropout.py "
-           "tests/kernels/test_triton_partial_sums.py tests/kernels/test_triton_aligned.py"),
+           "tests/kernels/test_triton_rows.py tests/kernels/test_triton_partial_sums.py "
+           "tests/kernels/test_triton_aligned.py"),
     _tests("loss", "tests/kernels/test_triton_cross_entropy.py tests/kernels/test_linear_cross_entropy.py "
            "tests/kernels/test_extreme_scores.py"),
     _tests("generation", "tests/kernels/test_triton_paged_attention.py tests/kernels/test_triton_backend.py"),

@@ -1,0 +1,67 @@
+"""Sums of rows that lie anywhere in a matrix: a token's outputs of its experts.
+
+One program has some tokens and features, and adds up their rows in the order of the slots, in fp32 registers.
+
+Bytes moved: `combine_rows` reads every row that a slot names and writes one row a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.triton.launch import ceil_div, power_of_2, rows_of
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,
+    y_ptr,
+    y_stride,
+    rows_ptr,
+    weights_ptr,
+    num_tokens,
+    num_features,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
+    ok_TF = ok_T[:, None] & ok_F[None, :]
+    total_TF = tl.zeros([TOKENS, FEATURES], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        rows_T = tl.load(rows_ptr + tokens_T * SLOTS + slot, mask=ok_T, other=0)
+        part_TF = tl.load(y_ptr + rows_T[:, None] * y_stride + features_F[None, :], mask=ok_TF, other=0.0)
+        if weights_ptr is not None:
+            weights_T = tl.load(weights_ptr + tokens_T * SLOTS + slot, mask=ok_T, other=0.0)
+            total_TF += part_TF.to(tl.float32) * weights_T[:, None].to(tl.float32)
+        else:
+            total_TF += part_TF.to(tl.float32)
+    out_TF = out_ptr + tokens_T[:, None] * num_features + features_F[None, :]
+    tl.store(out_TF, total_TF.to(out_ptr.dtype.element_ty), mask=ok_TF)
+
+
+def combine_rows(y_NF: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """Computes engine.kernels.reference.combine_rows; y may have rows of any stride."""
+    y, (tokens, slots), features = rows_of(y_NF), rows_TK.shape, y_NF.shape[1]
+    out = torch.empty(tokens, features, dtype=y.dtype, device=y.device)
+    if out.numel() == 0:
+        return out
+    block = power_of_2(features, 16, 512)
+    _combine_kernel[(ceil_div(tokens, 4), ceil_div(features, block))](
+        out,
+        y,
+        y.stride(0),
+        rows_TK.contiguous(),
+        None if weights_TK is None else weights_TK.contiguous(),
+        tokens,
+        features,
+        SLOTS=slots,
+        TOKENS=4,
+        FEATURES=block,
+    )
+    return out

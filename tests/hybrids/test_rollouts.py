@@ -17,7 +17,7 @@ BOUND = 4e-5
 """Of a log-probability in fp32: decoding takes a state from token to token, and training from chunk to chunk."""
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3 next"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3 next", pytest.param("falcon h1", marks=pytest.mark.slow)])
 def test_log_probabilities_are_the_trainers(name: str, tmp_path: Path) -> None:
     """Decoding begins with the prompt's states: with fresh ones, or another tail of the convolution, they differ by
     tenths."""

@@ -30,7 +30,7 @@ from tests.support.commands import options
 from tests.support.spawning import spawn
 
 CPU = torch.device("cpu")
-HYBRIDS = ("qwen3.5", "qwen3 next", "granite hybrid")
+HYBRIDS = ("qwen3.5", "qwen3 next", "granite hybrid", "falcon h1")
 MIXER = re.compile(r"layers\.\d+\.(linear_attention|mamba)\.")
 
 

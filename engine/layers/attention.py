@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
@@ -227,7 +228,9 @@ class _Sinks(ShardedModule):
         super().__init__()
         tp, name = build.layout.tp, f"{prefix}.sinks"
         spec = split_spec((heads,), 0, rank=tp.rank, size=tp.size, what="the number of attention heads")
-        self.scores = self.own(f"{name}.weight", build.empty(spec.local_shape), spec, trainable=build.plan.trains(name))
+        self.scores = self.own(
+            f"{name}.weight", build.empty(spec.local_shape), spec, trainable=build.plan.trains(name), fresh=torch.zeros
+        )
 
 
 class Attention(Branch):

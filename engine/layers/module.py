@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -10,16 +10,21 @@ from torch import Tensor, nn
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.ops.gradients import GradientSink
 
+Fresh = Callable[[tuple[int, ...]], Tensor]
+"""The shape of a whole tensor -> its values, fp32, in a model that is not read from a checkpoint."""
+
 
 class ShardEntry(NamedTuple):
     """A parameter on this rank. `sink` is None where the parameter is frozen; `decays` says whether weight decay
-    applies, and is None where the shape and the name do."""
+    applies, and is None where the shape and the name do; `fresh` makes initial values that are other than what
+    `engine.models.initialise` gives a tensor of this shape."""
 
     name: str
     parameter: nn.Parameter
     spec: ShardSpec
     sink: GradientSink | None
     decays: bool | None = None
+    fresh: Fresh | None = None
 
     @property
     def shard(self) -> NamedShard:
@@ -34,13 +39,20 @@ class ShardedModule(nn.Module):
         self.entries: list[ShardEntry] = []
 
     def own(
-        self, name: str, tensor: Tensor, spec: ShardSpec, *, trainable: bool, decays: bool | None = None
+        self,
+        name: str,
+        tensor: Tensor,
+        spec: ShardSpec,
+        *,
+        trainable: bool,
+        decays: bool | None = None,
+        fresh: Fresh | None = None,
     ) -> ShardEntry:
         """Registers `tensor` (storage may be a view of a larger one) as the parameter with logical `name`."""
         assert tuple(tensor.shape) == spec.local_shape, (name, tensor.shape, spec)
         parameter = nn.Parameter(tensor, requires_grad=trainable)
         sink = GradientSink(tensor.shape, tensor.device) if trainable else None
-        entry = ShardEntry(name, parameter, spec, sink, decays)
+        entry = ShardEntry(name, parameter, spec, sink, decays, fresh)
         self.register_parameter(name.replace(".", "_"), parameter)
         self.entries.append(entry)
         return entry

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 
 import torch
@@ -18,12 +18,10 @@ from engine.choices import VISION
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.kernels.philox import uniform_rows
 from engine.layers.context import LORA_LEAVES
+from engine.layers.module import Fresh, ShardEntry
 
 _CHUNK = 1 << 20
 """Numbers drawn at a time; bounds the memory of a draw."""
-
-_OF_MIXERS = (".dt_bias.weight", ".D.weight", ".linear_attention.norm.weight", ".mamba.norm.weight")
-"""Ends of the names of vectors of mixers with states that start from ones."""
 
 
 def site_of(name: str) -> int:
@@ -94,30 +92,40 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
             shard.tensor.zero_()
 
 
-def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0) -> None:
-    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases and attention sinks zero.
+def initialise_weights(
+    shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0, *, fresh: Mapping[str, Fresh] | None = None
+) -> None:
+    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases zero.
 
-    The norms of a vision model multiply by their weights alone, whatever its language model's do: theirs are 1. So do
-    those of mixers with states, whose rates of forgetting are spread over heads from 1 to 16, where transformers draws
-    them from.
+    The norms of a vision model multiply by their weights alone, whatever its language model's do: theirs are 1.
+
+    Args:
+        fresh: names of tensors that begin otherwise -> their values.
     """
     for shard in shards:
         leaf = shard.name.rpartition(".")[2]
         if leaf in LORA_LEAVES:
             continue
-        if leaf.endswith("bias") or shard.name.endswith(".sinks.weight"):
+        if fresh is not None and (values := fresh.get(shard.name)) is not None:
+            _take(shard, values(shard.spec.global_shape))
+        elif leaf.endswith("bias"):
             shard.tensor.zero_()
-        elif shard.name.endswith(".A_log.weight"):
-            rates = torch.linspace(1.0, 16.0, shard.spec.global_shape[0]).log()
-            for run in shard.spec.runs(0):
-                part = rates[run.global_offset : run.global_offset + run.length]
-                shard.tensor[run.local_offset : run.local_offset + run.length] = part
-        elif shard.name.endswith(_OF_MIXERS):
-            shard.tensor.fill_(1.0)
         elif len(shard.spec.global_shape) == 1:
             shard.tensor.fill_(1.0 if shard.name.startswith(VISION) else norm)
         else:
             fill_normal(shard, std, seed)
+
+
+def fresh_values(entries: Iterable[ShardEntry]) -> dict[str, Fresh]:
+    """Returns the names of parameters with initial values of their own -> these."""
+    return {entry.name: entry.fresh for entry in entries if entry.fresh is not None}
+
+
+def _take(shard: NamedShard, whole: Tensor) -> None:
+    """Copies a rank's part of a small tensor."""
+    for box in product(*(shard.spec.runs(dim) for dim in range(whole.dim()))):
+        own = tuple(slice(one.local_offset, one.local_offset + one.length) for one in box)
+        shard.tensor[own] = whole[tuple(slice(one.global_offset, one.global_offset + one.length) for one in box)]
 
 
 def initialise_magnitudes(

@@ -13,7 +13,12 @@ from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder_config import DecoderConfig
-from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
+from engine.models.initialise import (
+    fresh_values,
+    initialise_adapters,
+    initialise_magnitudes,
+    initialise_weights,
+)
 from engine.models.names import fused_parts, fused_rows
 from engine.optim.flat import FlatParameters
 from engine.telemetry.log import Log
@@ -46,7 +51,8 @@ def fill_parameters(
     adapters = [shard for shard in masters if shard.name.rpartition(".")[2] in LORA_LEAVES]
     if source.weights is None:
         drawn = [_as_drawn(shard, source) for shard in copied + base]
-        initialise_weights(drawn, config.train.seed, _drawn_std(source), norm=1.0 - source.model.decoder.norm_offset)
+        norm, fresh = 1.0 - source.model.decoder.norm_offset, fresh_values(entries)
+        initialise_weights(drawn, config.train.seed, _drawn_std(source), norm=norm, fresh=fresh)
     else:
         total = sum(shard.tensor.nbytes for shard in copied + base)
         with Progress(log, "reading weights", total, "bytes") as progress:

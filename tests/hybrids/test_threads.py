@@ -20,7 +20,7 @@ from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
-from engine.models.initialise import initialise_weights
+from engine.models.initialise import fresh_values, initialise_weights
 from engine.models.names import NameMap
 from engine.training.module_plan import training_plan
 from tests.distributed.cases import Case, build, make_batch, relative_error, trained_names
@@ -138,8 +138,9 @@ def _fresh(name: str, ranks: int) -> dict[str, Tensor]:
     for rank in range(ranks):
         layout = TensorLayout(tp=Axis("tp", size=ranks, rank=rank))
         model = Decoder(MODELS[name], layout=layout, plan=TrainingPlan(), device=CPU, dtype=torch.float32)
-        shards = [entry.shard for entry in shard_entries(model)]
-        initialise_weights(shards, 1, 0.02, norm=0.0)
+        entries = list(shard_entries(model))
+        shards = [entry.shard for entry in entries]
+        initialise_weights(shards, 1, 0.02, norm=0.0, fresh=fresh_values(entries))
         for key, tensor, spec in shards:
             if MIXER.match(key) and len(spec.global_shape) == 1:
                 put(tensor, whole.setdefault(key, torch.full(spec.global_shape, torch.nan)), spec, out_of_whole=False)

@@ -30,7 +30,7 @@ def _entries(case: Case, world: int = 1, rank: int = 0) -> list[ShardEntry]:
 
 def _drawn(entries: list[ShardEntry], seed: int = 3) -> dict[str, Tensor]:
     shards = [entry.shard for entry in entries]
-    initialise.initialise_weights(shards, seed, 0.02)
+    initialise.initialise_weights(shards, seed, 0.02, fresh=initialise.fresh_values(entries))
     initialise.initialise_adapters([shard for shard in shards if ".lora_" in shard.name], seed)
     return {shard.name: shard.tensor for shard in shards}
 

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from engine.distributed.sharding import ShardSpec, replicated_spec, runs_spec, split_spec
 from engine.errors import UserError
 from engine.hybrids.layers.cached_states import Scan, cached_convolution
-from engine.hybrids.layers.mixer import Mixer, SmallParameters
+from engine.hybrids.layers.mixer import Mixer, SmallParameters, spread_rates
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution, gated_norm
 from engine.hybrids.ops.parameters import of_parameters
@@ -124,9 +124,10 @@ class _Small(SmallParameters):
         else:
             specs = {"conv1d": runs_spec((2 * keys + values, 1, taps), channels)}
         self.convolutions, self.joined = self.owned_convolutions(specs)
-        self.a_log, self.dt_bias = (self.owned(name, split(sizes.value_heads)) for name in ("A_log", "dt_bias"))
+        self.a_log = self.owned("A_log", split(sizes.value_heads), fresh=spread_rates)
+        self.dt_bias = self.owned("dt_bias", split(sizes.value_heads), fresh=torch.ones)
         norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        self.norm = self.owned("norm", norm)
+        self.norm = self.owned("norm", norm, fresh=torch.ones)
 
 
 class GatedDeltaNet(Mixer):

@@ -22,7 +22,7 @@ from torch.nn.functional import softplus
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
 from engine.hybrids.layers.cached_states import Scan, cached_convolution
-from engine.hybrids.layers.mixer import Mixer, SmallParameters
+from engine.hybrids.layers.mixer import Mixer, SmallParameters, spread_rates
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution, gated_norm
 from engine.hybrids.ops.parameters import of_parameters
@@ -101,10 +101,10 @@ class _Small(SmallParameters):
 
         specs = {f"{name}_conv1d": split((sizes.width, 1, sizes.taps)) for name in "qkv"}
         self.convolutions, self.joined = self.owned_convolutions(specs)
-        self.a_log = self.owned("A_log", split((1, 1, sizes.heads, 1), 2))
-        self.dt_bias = self.owned("dt_bias", split((sizes.width,)))
+        self.a_log = self.owned("A_log", split((1, 1, sizes.heads, 1), 2), fresh=spread_rates)
+        self.dt_bias = self.owned("dt_bias", split((sizes.width,)), fresh=torch.ones)
         norm = replicated_spec((sizes.dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        self.norm = self.owned("o_norm", norm)
+        self.norm = self.owned("o_norm", norm, fresh=torch.ones)
 
 
 class KimiDelta(Mixer):

@@ -25,7 +25,7 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import runs_spec, split_spec
 from engine.errors import UserError
 from engine.hybrids.layers.cached_states import Scan, cached_convolution
-from engine.hybrids.layers.mixer import Mixer, SmallParameters
+from engine.hybrids.layers.mixer import Mixer, SmallParameters, spread_rates
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution
 from engine.hybrids.ops.grouped_norm import grouped_norm
@@ -115,8 +115,9 @@ class _Small(SmallParameters):
         norm = split_spec((sizes.width,), 0, rank=tp.rank, size=tp.size, what="the width of Mamba heads")
         self.convolution = self.owned("conv1d", runs_spec((total, 1, sizes.taps), channels))
         self.convolution_bias = self.owned("conv1d", runs_spec((total,), channels), "bias") if sizes.conv_bias else None
-        self.a_log, self.dt_bias, self.d = (self.owned(name, heads) for name in ("A_log", "dt_bias", "D"))
-        self.norm = self.owned("norm", norm) if sizes.has_norm else None
+        self.a_log = self.owned("A_log", heads, fresh=spread_rates)
+        self.dt_bias, self.d = (self.owned(name, heads, fresh=torch.ones) for name in ("dt_bias", "D"))
+        self.norm = self.owned("norm", norm, fresh=torch.ones) if sizes.has_norm else None
 
 
 def _gated(y: Tensor, z: Tensor) -> tuple[Tensor]:

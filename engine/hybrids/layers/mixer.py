@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec
@@ -12,8 +14,13 @@ from engine.hybrids.kernels import hybrid_kernels
 from engine.hybrids.pieces import Pieces
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext
-from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.module import Fresh, ShardedModule, ShardEntry
 from engine.ops.attention.token_context import TokenContext
+
+
+def spread_rates(shape: tuple[int, ...]) -> Tensor:
+    """Returns fresh values of A_log: rates of forgetting from 1 to 16 over heads, whence transformers draws them."""
+    return torch.linspace(1.0, 16.0, prod(shape)).log().view(shape)
 
 
 class SmallParameters(ShardedModule):
@@ -27,10 +34,11 @@ class SmallParameters(ShardedModule):
         super().__init__()
         self._prefix, self._build = prefix, build
 
-    def owned(self, name: str, spec: ShardSpec, leaf: str = "weight") -> ShardEntry:
+    def owned(self, name: str, spec: ShardSpec, leaf: str = "weight", *, fresh: Fresh | None = None) -> ShardEntry:
         """Makes the parameter `leaf` of the module of this name inside the mixer, which trains where the plan says."""
         module, build = f"{self._prefix}.{name}", self._build
-        return self.own(f"{module}.{leaf}", build.empty(spec.local_shape), spec, trainable=build.plan.trains(module))
+        trains, storage = build.plan.trains(module), build.empty(spec.local_shape)
+        return self.own(f"{module}.{leaf}", storage, spec, trainable=trains, fresh=fresh)
 
     def owned_convolutions(self, specs: Mapping[str, ShardSpec]) -> tuple[list[ShardEntry], Tensor]:
         """Makes the weights [C, 1, W] of the modules of these names in one storage, and returns also that, which is the

@@ -12,6 +12,7 @@ Legend: N rows, E experts, K and M features.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,21 @@ def grouped_product(x_NK: Tensor, weights_EKM: Tensor, groups: RowGroups, produc
     return y
 
 
+@cache
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Returns whether torch's grouped products write nothing for an expert without rows, as they do on Blackwell."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _outer_products(left_NM: Tensor, right_NK: Tensor, groups: RowGroups) -> Tensor:
+    """Returns [E, M, K], left^T right over each expert's own rows, in one launch; zeros where there are none."""
+    whole_EMK = torch.nn.functional.grouped_mm(left_NM.t(), right_NK, offs=groups.ends)
+    if _leaves_empty_groups(left_NM.device):
+        rows_E = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+        whole_EMK.masked_fill_((rows_E == 0)[:, None, None], 0.0)
+    return whole_EMK
+
+
 def add_grouped_rows(y_NM: Tensor, bias_EM: Tensor, groups: RowGroups) -> None:
     """Adds to each row, in place, that of its expert."""
     if groups.on_host is None:
@@ -136,8 +152,7 @@ def add_grouped_sums(
     elif groups.on_host is None:
         # a product with ones, which has the experts' rows added up in fp32, in one order
         ones = dy_NM.new_ones(dy_NM.shape[0], GROUPED_MULTIPLE)
-        sums = torch.nn.functional.grouped_mm(dy_NM.t(), ones, offs=groups.ends)[..., 0]
-        filled = dict(enumerate(sums))
+        filled = dict(enumerate(_outer_products(dy_NM, ones, groups)[..., 0]))
     else:
         filled = {}
         for expert, rows in groups.slices():
@@ -166,7 +181,7 @@ def add_grouped_gradients(
             block.sink.added()
         return
     if groups.on_host is None:
-        _add_each(torch.nn.functional.grouped_mm(left_NM.t(), right_NK, offs=groups.ends), blocks)
+        _add_each(_outer_products(left_NM, right_NK, groups), blocks)
         return
     filled = dict(groups.slices())
     for expert, own in enumerate(blocks):

@@ -92,7 +92,13 @@ def choose_model_kernels(
     dtype = TORCH_DTYPES[config.model.dtype]
     kernels, sentence = choose_kernels(config.model.kernels, device=device, dtype=dtype)
     attention = choose_attention(
-        kernels, wanted, device=device, dtype=dtype, head_dim=decoder.head_dims[-1], packed=packed
+        kernels,
+        wanted,
+        device=device,
+        dtype=dtype,
+        head_dim=decoder.head_dims[-1],
+        packed=packed,
+        narrower=decoder.head_dims[:-1],
     )
     return attention, sentence
 

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.attention.flash import FLASH2, FLASH3, FLASH4, choose_flash
-from engine.ops.attention.varlen import AttentionChoice, VarlenAttention, choose_attention, why_not_varlen
+from engine.ops.attention.varlen import (
+    AttentionByWidth,
+    AttentionChoice,
+    VarlenAttention,
+    choose_attention,
+    why_not_varlen,
+)
 from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking.oracles import attention_by_document
@@ -175,6 +181,27 @@ def _choose(wanted: str, *, packed: bool = True, capability: tuple[int, int] = (
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return choose_attention(FAST, wanted, device=GPU, dtype=torch.bfloat16, head_dim=128, packed=packed)
+
+
+def test_wider_heads_than_flash_kernels_take_go_document_by_document(torchs_own_kernel: None):
+    """One model has heads of 512 and of 256 features: each layer's queries say which they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        choice = choose_attention(
+            FAST, "auto", device=GPU, dtype=torch.bfloat16, head_dim=512, packed=True, narrower=(64, 256)
+        )
+    found = choice.kernels.attention
+    assert isinstance(found, AttentionByWidth) and found.wide is FAST.attention and not choice.on_device
+    assert "FlashAttention-2" in choice.sentence and "in layers with heads of up to 256 features" in choice.sentence
+    assert "by document in the others" in choice.sentence and "512" in choice.sentence
+    called = []
+    found = replace(
+        found, narrow=lambda *_, scale: called.append("one call"), wide=lambda *_, scale: called.append("by document")
+    )
+    for width in (256, 64, 512):
+        q = torch.empty(3, 2, width)
+        found(q, q, q, Documents.of_rows((3,), row_length=3), scale=1.0)
+    assert called == ["one call", "one call", "by document"]
 
 
 def test_a_gpu_takes_one_call_for_packed_documents(torchs_own_kernel: None):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.records import Documents
-from engine.ops.kernels import Kernels
+from engine.ops.kernels import Attention, Kernels
 
 _BLOCK = 128
 """Queries of a block of threads of the flash kernels."""
@@ -95,6 +95,26 @@ class VarlenAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionByWidth:
+    """A backend's attention by one call for all documents where a flash kernel takes the heads, and document by
+    document in the layers whose heads are wider.
+
+    Args:
+        widest: the most features of a head for one call.
+        wide: the attention of wider heads.
+    """
+
+    widest: int
+    wide: Attention
+    narrow: Attention = VarlenAttention()
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
+        """See engine.ops.kernels.Attention."""
+        chosen = self.narrow if q_THD.shape[2] <= self.widest else self.wide
+        return chosen(q_THD, k_TKD, v_TKD, documents, scale=scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
     """The choice of a run's attention over documents.
 
@@ -110,15 +130,24 @@ class AttentionChoice:
 
 
 def choose_attention(
-    kernels: Kernels, wanted: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool
+    kernels: Kernels,
+    wanted: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    packed: bool,
+    narrower: tuple[int, ...] = (),
 ) -> AttentionChoice:
     """Chooses a run's attention, once, when the model is built.
 
     Args:
         kernels: the backend of the run; the reference keeps its own attention, because it was asked for by name.
         wanted: "auto", or the name of a flash kernel (see `choose_flash`), which is then taken for all rows.
+        head_dim: of the widest heads.
         packed: whether rows hold several documents. Where they do not, all documents of a micro-batch are equally long
             and are one call anyway.
+        narrower: features of the heads of other layers, which may be one call where the widest cannot.
 
     Raises:
         UserError: a flash kernel was asked for by name that cannot run here.
@@ -140,6 +169,15 @@ def choose_attention(
                 sentence=f"attention: one call for all documents, boundaries read on the device, by {title}",
             )
         why = title
+        for width in sorted(narrower, reverse=True):
+            flash, title = choose_flash(wanted, head_dim=width, capability=capability)
+            if flash is not None:
+                return AttentionChoice(
+                    kernels=replace(kernels, attention=AttentionByWidth(widest=width, wide=kernels.attention)),
+                    on_device=False,
+                    sentence=f"attention: one call for all documents by {title} in layers with heads of up to {width} "
+                    f"features; {_by_document(kernels)} in the others: {why}",
+                )
     return AttentionChoice(kernels=kernels, on_device=False, sentence=f"attention: {_by_document(kernels)}; {why}")
 
 

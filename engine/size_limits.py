@@ -27,7 +27,7 @@ _LIMITS: dict[str, int] = {
     **dict.fromkeys(
         (
             "hidden_size", "embed_dim", "out_hidden_size", "mm_hidden_size", "cross_hidden_size",
-            "cross_compute_hidden_size", "dim_model_base", "kv_lora_rank", "q_lora_rank", "head_out",
+            "cross_compute_hidden_size", "dim_model_base", "kv_lora_rank", "q_lora_rank", "head_out", "moe_latent_size",
         ),
         1 << 17,
     ),

@@ -24,11 +24,13 @@ BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 """Every linear of a decoder block."""
 _LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 """Those of a block with latent attention, beside the others."""
+_EXPERT_STREAM_LINEARS = ("fc1_latent_proj", "fc2_latent_proj")
+"""Those around experts of a narrower stream."""
 _CROSS_LINEARS = tuple(f"cross_attention.{name}" for name in ("query", "key", "value", "dense"))
 """Those of a block that attends to encoded images, beside the others."""
 ALL_LINEARS = "all-linear"
 """PEFT's word for all linears but the head."""
-_EVERY_LINEAR = BLOCK_LINEARS + _LATENT_LINEARS + _CROSS_LINEARS
+_EVERY_LINEAR = BLOCK_LINEARS + _LATENT_LINEARS + _EXPERT_STREAM_LINEARS + _CROSS_LINEARS
 _LONGEST_PATTERN = 1000
 """Maximum length of a pattern with wildcards: compiling it takes time that grows with the square."""
 Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]

@@ -134,7 +134,7 @@ def _by_shape(
 ) -> tuple[str, ...]:
     count, inner = expert_sizes(decoder)
     a, b = shape(pair["lora_A"]), shape(pair["lora_B"])
-    for linears, sizes in ((GATE_UP, (decoder.hidden, 2 * inner)), (DOWN, (inner, decoder.hidden))):
+    for linears, sizes in ((GATE_UP, (decoder.expert_width, 2 * inner)), (DOWN, (inner, decoder.expert_width))):
         if (a[-1], b[0]) == sizes and a[0] % count == 0:
             return linears
     raise UserError(

@@ -182,7 +182,7 @@ def _stack(
     """Returns the adapters of `linears` of a layer's experts as one, [E, R, I] and [E, O, R] with zeros where an expert
     has less than the others, and the module of one of them; None where there are none."""
     count, inner = expert_sizes(decoder)
-    height = inner if linears is GATE_UP else decoder.hidden
+    height = inner if linears is GATE_UP else decoder.expert_width
     places = {leaf: slice(index * height, (index + 1) * height) for index, leaf in enumerate(linears)}
     if linears is GATE_UP:
         places["gate_up_proj"] = slice(0, 2 * height)
@@ -203,7 +203,7 @@ def _stack(
         return None
     some = next(iter(found[next(iter(widths))].values()))
     dtype, rank = trained.dtype(f"{some}.lora_A"), sum(widths.values())
-    a = torch.zeros(count, rank, decoder.hidden if linears is GATE_UP else inner, dtype=dtype)
+    a = torch.zeros(count, rank, decoder.expert_width if linears is GATE_UP else inner, dtype=dtype)
     b = torch.zeros(count, height * len(linears), rank, dtype=dtype)
     first = 0
     for leaf, width in widths.items():

@@ -86,7 +86,7 @@ class MLPWithExperts(RoutedMLP):
     def keep_inputs(self, around: Around) -> None:
         self.dense.keep_inputs(around)
 
-    def experts_input(self, x: Tensor) -> Tensor:
+    def experts_input(self, x: Tensor, context: TokenContext) -> Tensor:
         return sink_scale(x, self.scale.weight.parameter, self.scale.weight.sink)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:

@@ -127,6 +127,8 @@ SITES_PER_LAYER = 4
 The head's comes after those of all layers, and then three for each layer's branch in between, or its shared expert."""
 _INNER_SITES = 1 << 22
 """First site of the linears inside attention, two for each layer."""
+_LATENT_SITES = 1 << 23
+"""First site of the linears before and behind experts, two for each layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +170,11 @@ class LayerPlace:
         """The first of two sites for linears inside attention."""
         return _INNER_SITES + 2 * self.index
 
+    @property
+    def latent_site(self) -> int:
+        """The first of two sites for linears before and behind experts."""
+        return _LATENT_SITES + 2 * self.index
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleRows:
@@ -203,6 +210,11 @@ class LayerVariant:
     @property
     def experts_per_token(self) -> int:
         """Experts that a router chooses for a token; 0 without one."""
+        return 0
+
+    @property
+    def expert_width(self) -> int:
+        """Features that experts read and write, where they are not the stream's; else 0."""
         return 0
 
     @property
@@ -627,6 +639,11 @@ class DecoderConfig:
     def experts_per_token(self) -> int:
         """Experts that a router chooses for a token; 0 without one."""
         return sum(variant.experts_per_token for variant in self.variants)
+
+    @property
+    def expert_width(self) -> int:
+        """Features that the experts which a router chooses read and write."""
+        return max((variant.expert_width for variant in self.variants), default=0) or self.hidden
 
     @property
     def divided_experts(self) -> int:

@@ -125,6 +125,8 @@ EVEN = replace(
     ),
 )
 """Experts that divide over two and four ranks."""
+NARROW = replace(EVEN, variants=(replace(EVEN.variants[0], activation="relu2", latent=12, gates_shared=False),))
+"""As Nemotron-H has experts of a stream that is narrower than the model's."""
 ROUTED_BLOCKS = small_config(
     num_layers=2,
     hidden=128,
@@ -265,6 +267,8 @@ CASES = {
     "grouped, in full": Case(config=GROUPED, trained=".*"),
     "biased, adapters": Case(config=BIASED, adapters=rf"{EVERY_EXPERT}|.*router", trained=".*sinks"),
     "biased, in full": Case(config=BIASED, trained=".*"),
+    "narrow, adapters": Case(config=NARROW, adapters=rf"{EVERY_EXPERT}|.*latent_proj"),
+    "narrow, in full": Case(config=NARROW, trained=".*"),
     "routed blocks, adapters": Case(config=ROUTED_BLOCKS, adapters=EVERY_EXPERT, trained=".*router"),
     "routed blocks, part": Case(
         config=ROUTED_BLOCKS, adapters=EVERY_EXPERT, trained=r"layers\.0\.mlp\.experts\.3\.up_proj"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.distributed
 KINDS = (
     "four experts, adapters", "four experts, shared outer", "four experts, shared", "four experts, in full",
     "four experts, adapters of one", "four experts, one A for gate and up", "grouped, adapters", "grouped, in full",
-    "biased, adapters", "biased, in full",
+    "biased, adapters", "biased, in full", "narrow, adapters", "narrow, in full",
 )  # fmt: skip
 QUICK_KINDS = KINDS[:2]
 ONE = Layout(case=KINDS[0], grid=RankGrid(), dropout=0.1)

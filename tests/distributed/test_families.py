@@ -241,6 +241,7 @@ WITHOUT_WINDOWS = (
     "olmo hybrid", "lfm2", "lfm2 with biases", "lfm2 moe",
     "olmo2 one head each", "phi3 longrope", "gemma3 without windows", "qwen2 moe", "qwen3 moe", "olmoe",
     "qwen3 next", "qwen3.5", "qwen3.5 moe", "bamba", "granite hybrid", "granite hybrid moe", "nemotron h",
+    "nemotron h latent",
     "kimi linear", "falcon h1", "falcon h1 with norms",
     "glm4 moe", "glm4 moe without groups", "deepseek v2", "deepseek v2 greedy", "deepseek v3", "deepseek v3 yarn",
     "glm4 moe lite", "minimax m2", "seed oss", "exaone4", "arcee", "ernie 4.5", "ernie 4.5 moe", "hunyuan",

@@ -63,7 +63,7 @@ def test_a_pattern_of_letters_is_a_list_of_layers() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"moe_latent_size": 8}, "moe_latent_size 8"),
+        ({"moe_latent_size": 8, "mlp_bias": True}, "moe_latent_size 8 and mlp_bias true"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
         ({"hybrid_override_pattern": "MX"}, "layers of type 'X'"),
         ({"n_groups": 3}, "128 Mamba heads and 3 groups"),
@@ -75,11 +75,11 @@ def test_what_is_not_computed_is_refused(more: dict[str, object], words: str) ->
         nemotron_h({**sizes, **more})
 
 
-def test_experts_of_a_narrower_stream_are_adopted(tmp_path: Path) -> None:
-    make_model("nemotron h", tmp_path / "plain")
-    stock = make_model("nemotron h", tmp_path / "latent", moe_latent_size=24)
-    assert open_source(tmp_path / "plain").model.implementation == "native"
-    assert open_source(tmp_path / "latent").model.implementation == "adopted"
+def test_experts_of_a_narrower_stream_are_adopted_where_linears_around_them_have_biases(tmp_path: Path) -> None:
+    make_model("nemotron h latent", tmp_path / "latent")
+    stock = make_model("nemotron h latent", tmp_path / "biased", mlp_bias=True)
+    assert open_source(tmp_path / "latent").model.implementation == "native"
+    assert open_source(tmp_path / "biased").model.implementation == "adopted"
     with pytest.raises(UserError, match="set model.implementation to auto"):
         family, text = family_of(stock.config.to_dict(), "native")
         family.config_from_hf(text)

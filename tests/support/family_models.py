@@ -416,6 +416,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan moe": ("HunYuanMoEV1", {"intermediate_size": 24, "num_experts": 5, "moe_topk": [2] * 4}),
     "ministral3": ("Ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.7}}),
+    "nemotron h latent": (
+        "NemotronH",
+        {
+            "layer_norm_epsilon": 0.1,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 5,
+            "n_groups": 2,
+            "ssm_state_size": 7,
+            "chunk_size": 6,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "moe_latent_size": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_shared_expert_intermediate_size": 28,
+            "routed_scaling_factor": 2.5,
+            "time_step_min": 0.4,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "rope_parameters": {**_YARN, "truncate": True}}),
 }
@@ -445,6 +466,7 @@ ROUTED = (
     "kimi linear",
     "ernie 4.5 moe",
     "hunyuan moe",
+    "nemotron h latent",
 )
 """Those with experts that a router chooses."""
 

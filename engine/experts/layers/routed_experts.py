@@ -41,6 +41,7 @@ from engine.kernels.records import AdapterPlace
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.encoded_storage import EncodedStorage
+from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import INPUTS, MLP, Activation, first_linears
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
@@ -65,6 +66,8 @@ class RoutedSizes(LayerVariant):
         has_biases: every linear of an expert has one.
         clamp: steepness and limit of the clamped gate (see ops.inputs.ClampedGLUInput); None for SwiGLU.
         activation: of an expert; "relu2", the square of a ReLU, is of experts without a gate.
+        latent: features that the chosen experts read and write, between two linears that all tokens share; 0 for those
+            of the stream.
         balanced_by: coefficient of the auxiliary loss that the config asks for; 0 where it does not, None where the
             family has none.
     """
@@ -78,6 +81,11 @@ class RoutedSizes(LayerVariant):
     clamp: tuple[float, float] | None = None
     balanced_by: float | None = None
     activation: Activation = "silu"
+    latent: int = 0
+
+    @property
+    def expert_width(self) -> int:
+        return self.latent
 
     @property
     def num_experts(self) -> int:
@@ -97,14 +105,15 @@ class RoutedSizes(LayerVariant):
             hidden=place.config.hidden,
             first_site=place.mlp_site,
             shared_site=place.further_site,
+            latent_site=place.latent_site,
             build=place.build,
         )
 
     def mlp_parameters(self, config: DecoderConfig) -> int:
         rule = self.rule
         linears = 1 + len(first_linears(self.activation))
-        met = linears * (rule.per_token * self.intermediate + self.shared) + rule.num_experts + int(self.shared > 0)
-        return config.hidden * met
+        met = linears * self.shared + rule.num_experts + int(self.shared > 0) + 2 * self.latent
+        return config.hidden * met + linears * rule.per_token * self.intermediate * (self.latent or config.hidden)
 
     def auxiliary_loss(self, coefficient: float, device: torch.device) -> LoadBalance:
         return LoadBalance(coefficient, self.num_experts, device=device)
@@ -419,6 +428,7 @@ class RoutedMLP(Branch):
         hidden: features of the residual stream.
         first_site: dropout site of the experts' input; that of their inner features is the next one.
         shared_site: the same of the shared expert; the one after these two is the router's.
+        latent_site: the same of the linears before and behind the experts, where they have a width of their own.
 
     Raises:
         UserError: see `GroupedLinear`.
@@ -433,6 +443,7 @@ class RoutedMLP(Branch):
         first_site: int,
         shared_site: int,
         build: LayerContext,
+        latent_site: int = 0,
     ) -> None:
         super().__init__()
         layout = build.layout
@@ -450,10 +461,11 @@ class RoutedMLP(Branch):
         inner = deferred_sums(build)
         self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)
         what, firsts = "the experts' intermediate size", first_linears(sizes.activation)
+        width = sizes.latent or hidden
         self.gate_up = GroupedLinear(
             f"{prefix}.experts",
             firsts,
-            replace(split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what=what), data=axes.data),
+            replace(split_spec((intermediate, width), 0, rank=tp.rank, size=tp.size, what=what), data=axes.data),
             site=first_site,
             experts=experts,
             num_experts=rule.num_experts,
@@ -464,7 +476,7 @@ class RoutedMLP(Branch):
         self.down = GroupedLinear(
             f"{prefix}.experts",
             ("down_proj",),
-            replace(split_spec((hidden, intermediate), 1, rank=tp.rank, size=tp.size, what=what), data=axes.data),
+            replace(split_spec((width, intermediate), 1, rank=tp.rank, size=tp.size, what=what), data=axes.data),
             site=first_site + 1,
             experts=experts,
             first_feature=tp.rank * (intermediate // tp.size),
@@ -489,8 +501,20 @@ class RoutedMLP(Branch):
             )
             if sizes.gates_shared:
                 self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
-        self._reads_output = self.routes_local_tokens and self.shared_gate is not None
-        """Whether the shared expert is gated behind the output, so that a second run does not end before it."""
+        self.into_latent: ColumnParallelLinear | None = None
+        self.out_of_latent: ColumnParallelLinear | None = None
+        if sizes.latent:
+
+            def whole(name: str, shape: tuple[int, int], site: int) -> ColumnParallelLinear:
+                spec = replicated_spec(shape, rank=layout.tp.rank, size=layout.tp.size, grad_reduce=("tp",))
+                section = Section(name=f"{prefix}.{name}", spec=spec)
+                return ColumnParallelLinear([section], bias=False, site=site, build=inner)
+
+            self.into_latent = whole("fc1_latent_proj", (sizes.latent, hidden), latent_site)
+            self.out_of_latent = whole("fc2_latent_proj", (hidden, sizes.latent), latent_site + 1)
+        gates_behind = self.routes_local_tokens and self.shared_gate is not None
+        self._reads_output = gates_behind or self.out_of_latent is not None
+        """Whether backward reads what the experts return, so that a second run does not end before it."""
 
     @property
     def has_shared(self) -> bool:
@@ -498,7 +522,9 @@ class RoutedMLP(Branch):
 
     @property
     def linear_shapes(self) -> tuple[LinearShape, ...]:
-        return self.gate_up.shape, self.down.shape
+        around = (self.into_latent, self.out_of_latent)
+        latent = tuple(shape for linear in around if linear is not None for shape in linear.shapes)
+        return (self.gate_up.shape, self.down.shape, *latent)
 
     def keep_inputs(self, around: Around) -> None:
         if self.shared is not None:
@@ -523,7 +549,7 @@ class RoutedMLP(Branch):
         link, shared = self._compute(routed, link, x, context)
         if shared is not None and self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
-        y = routed.combine(link)
+        y = self.experts_output(routed.combine(link), context)
         if shared is not None:
             y = y + shared
         return from_partial(y, layout.tp, splits_tokens=layout.splits_tokens)
@@ -534,10 +560,11 @@ class RoutedMLP(Branch):
         joins = not layout.splits_tokens
         own = split_tokens(x, layout.tp) if joins else x
         index = local_part(context.token_index, layout.tp) if joins else context.local_token_index
-        routed, link = self._dispatch(own, replace(context, token_index=index))
+        local = replace(context, token_index=index)
+        routed, link = self._dispatch(own, local)
         gate = None if self.shared_gate is None else torch.sigmoid(self.shared_gate(own))
         link, shared = self._compute(routed, link, x, context)
-        y = routed.combine(link)
+        y = self.experts_output(routed.combine(link), local)
         if joins and gate is not None:
             y, gate = join_tokens(torch.cat([y, gate], dim=1), layout.tp).split([y.shape[1], 1], dim=1)
         elif joins:
@@ -566,11 +593,15 @@ class RoutedMLP(Branch):
             gated=self._gated,
             leaves_output=self.ends_region and context.repeats and not self._reads_output,
         )
-        return routed, routed.dispatch(self.experts_input(x), weights)
+        return routed, routed.dispatch(self.experts_input(x, context), weights)
 
-    def experts_input(self, x: Tensor) -> Tensor:
+    def experts_input(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns what the chosen experts read, for what the router does."""
-        return x
+        return x if self.into_latent is None else self.into_latent(x, GivenInput(), context)
+
+    def experts_output(self, y: Tensor, context: TokenContext) -> Tensor:
+        """Returns what joins the stream, for what the chosen experts return."""
+        return y if self.out_of_latent is None else self.out_of_latent(y, GivenInput(), context)
 
     def _compute(
         self, routed: RoutedPass, link: Tensor, x: Tensor, context: TokenContext

@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3: layers of one branch each, Mamba2, attention without positions, an MLP, or experts.
 
-MLP and experts have squared ReLUs and no gates; the router is DeepSeek-V3's. Experts of a stream narrower than the
-model's are not computed here: such a model is adopted. Layers that predict later tokens are passed by.
+MLP and experts have squared ReLUs and no gates; the router is DeepSeek-V3's. Experts may have a stream that is narrower
+than the model's, with a linear before and one behind them. Layers that predict later tokens are passed by.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ NAMES = NameMap(
         **{f"attention.{name}": f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
         **{f"mlp.{name}": f"mixer.{name}" for name in ("up_proj", "down_proj")},
         "mlp.router": "mixer.gate",
+        **{f"mlp.{name}": f"mixer.{name}" for name in ("fc1_latent_proj", "fc2_latent_proj")},
         **{f"mlp.experts.*.{name}": f"mixer.experts.*.{name}" for name in ("up_proj", "down_proj")},
         **{f"mlp.shared_expert.{name}": f"mixer.shared_experts.{name}" for name in ("up_proj", "down_proj")},
     },
@@ -57,10 +58,10 @@ def _types(hf: Mapping[str, Any]) -> list[str]:
 
 def _check(hf: Mapping[str, Any]) -> None:
     """Raises UserError where the model uses something that is not computed here."""
-    if hf.get("moe_latent_size"):
+    if not _computes(hf):
         raise UserError(
-            f"config.json has moe_latent_size {hf['moe_latent_size']}, but experts of a narrower stream are not "
-            "computed here: set model.implementation to auto or adopted."
+            f"config.json has moe_latent_size {hf['moe_latent_size']} and mlp_bias true, but linears around experts "
+            "have no biases here: set model.implementation to auto or adopted."
         )
     for key, expected in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
         if hf[key] != expected:
@@ -112,6 +113,7 @@ def nemotron_h(hf: dict[str, Any]) -> DecoderConfig:
                 gates_shared=False,
                 dense_layers=tuple(index for index, kind in enumerate(types) if kind != "moe"),
                 activation="relu2",
+                latent=int(hf.get("moe_latent_size") or 0),
             )
         )
     return decoder_config(
@@ -129,8 +131,9 @@ def later_tokens(hf: dict[str, Any]) -> tuple[str, ...]:
     return ("mtp.*",)
 
 
-def _computes(hf: dict[str, Any]) -> bool:
-    return not hf.get("moe_latent_size")
+def _computes(hf: Mapping[str, Any]) -> bool:
+    """Returns False where linears around experts have biases."""
+    return not (hf.get("moe_latent_size") and hf.get("mlp_bias"))
 
 
 FAMILY = Family(nemotron_h, NAMES, unused=later_tokens, computes=_computes)

@@ -40,7 +40,7 @@ _COUNTS = (
     "shared_intermediate_size", "moe_shared_expert_intermediate_size",
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
     "mamba_d_ssm", "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
-    "linear_num_heads", "global_head_dim", "num_global_key_value_heads", "moe_layer_interval",
+    "linear_num_heads", "global_head_dim", "num_global_key_value_heads", "moe_layer_interval", "moe_latent_size",
     "vocab_size_per_layer_input",
 )  # fmt: skip
 _FACTORS = (

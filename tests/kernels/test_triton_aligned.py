@@ -30,10 +30,16 @@ PADDING = 16
 """Columns behind H that are nobody's."""
 NORM = torch.nn.functional.rms_norm
 
+COMPILED = {"cpu-bfloat16": (32, 128), **{f"cpu-bfloat16-{width}": (5, width) for width in (2880, 4096, 8192)}}
+"""For what is compiled and executed on a CPU (tests.ptx), where the width decides what is compiled."""
 places = pytest.mark.parametrize(
     "place",
     [
         pytest.param(("cpu", torch.float32, 32, 128), marks=interpreted_only, id="cpu-float32"),
+        *[
+            pytest.param(("cpu", torch.bfloat16, *sizes), marks=[interpreted_only, pytest.mark.slow], id=name)
+            for name, sizes in COMPILED.items()
+        ],
         pytest.param(("cuda", torch.bfloat16, 512, 4096), marks=pytest.mark.gpu, id="cuda-bfloat16"),
         pytest.param(("cuda", torch.float16, 512, 4096), marks=pytest.mark.gpu, id="cuda-float16"),
     ],

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -42,6 +44,7 @@ class Kernel:
     """
 
     def __init__(self, text: str, shared_bytes: int = 0) -> None:
+        self.text = text
         self.program: Program = parse(text)
         self.shared_bytes = shared_bytes
         self._steps = Steps(self.program)
@@ -153,3 +156,25 @@ class Launches:
     def opcodes(self) -> Counter[str]:
         """Returns how often each opcode was executed."""
         return sum((kernel.opcodes() for _, kernel in self.kernels.values()), Counter[str]())
+
+
+def compile_kernel(
+    kernel: JITFunction[Any], signature: dict[str, str], constants: dict[str, object], *, arch: int = 80, **options: Any
+) -> Kernel:
+    """Compiles a kernel that is launched nowhere.
+
+    Args:
+        signature: its arguments -> their types, such as *fp32, which are multiples of 16 bytes, and i32.
+        constants: its other arguments.
+        arch: of the GPU.
+        options: of the launch, such as num_warps.
+    """
+    types = {**signature, **dict.fromkeys(constants, "constexpr")}
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*")
+    }
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Kernel(compiled.asm["ptx"], compiled.metadata.shared)

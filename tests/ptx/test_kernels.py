@@ -1,0 +1,78 @@
+"""The tests of Triton kernels in bfloat16, on what Triton compiles of them, in a process of their own.
+
+A sample on the code for Hopper; with -m slow all of them for each architecture:
+python -m pytest -s -m slow tests/ptx/test_kernels.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ptx.plugin import ARCHITECTURES
+from tests.support.sweeps import sampled
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = (
+    "test_triton_rmsnorm.py::test_backward[True-(5, 123)-cpu-bfloat16]",
+    "test_triton_rope.py::test_split_and_merge[(5, 3, 1, 10)-cpu-bfloat16]",
+    "test_triton_cross_entropy.py::test_one_shard[(5, 123)-cpu-bfloat16]",
+    "test_triton_quantize.py::test_e4m3_is_torchs_cast[cpu-bfloat16]",
+    "test_triton_partial_sums.py::test_several_sums_in_one_launch[7-cpu-bfloat16]",
+    "test_triton_aligned.py::test_a_norm_and_its_projection_into_one_buffer[no dropout-cpu-bfloat16]",
+)
+"""Of some kernels the cheapest test; the last multiplies by wgmma."""
+
+
+def run_tests(*arguments: str, arch: int, plugins: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs pytest on what is compiled for an architecture, in the folder of the kernels' tests."""
+    known = [word for name in ("tests.ptx.plugin", *plugins) for word in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", *known, "--ptx", str(arch), "-q", "--tb=short", "-o", "timeout=1800"]
+    command += ["-m", "slow or not slow"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
+    folder = ROOT / "tests" / "kernels"
+    found = [str(folder / one) if one.startswith("test_") else one for one in arguments]
+    return subprocess.run([*command, *found], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("arch", "every"), sampled([(90, False), *[(arch, True) for arch in ARCHITECTURES]], [(90, False)])
+)
+def test_compiled_kernels(arch: int, every: bool) -> None:
+    done = run_tests(*(["-k", "cpu-bfloat16", str(ROOT / "tests" / "kernels")] if every else QUICK), arch=arch)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
+    summary = done.stdout.strip().splitlines()[-1]
+    assert "passed" in summary and (every or "skipped" not in summary), summary
+    if not every:
+        assert re.search(rf"{len(QUICK)} passed", summary), summary
+    assert f"PTX of sm_{arch}: " in done.stdout
+    product = "wgmma.mma_async" if arch == 90 else "mma.sync"
+    assert f"{product}." in done.stdout, f"no {product} was executed"
+
+
+PLANTED = {
+    "fused": "test_triton_quantize.py::test_decode[shape0-nf4-cpu-float32]",
+    "tf32": "test_triton_lora.py::test_project[(150, 290, 270, 24)-None-cpu-float32]",
+}
+"""A mistake that interpreted tests pass, planted into all kernels, and a test that fails with it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_seen(mistake: str) -> None:
+    right = run_tests(PLANTED[mistake], arch=80)
+    assert right.returncode == 0, right.stdout[-3000:] + right.stderr[-1000:]
+    wrong = run_tests(PLANTED[mistake], "--mistake", mistake, arch=80, plugins=("tests.ptx.planted",))
+    assert wrong.returncode == 1 and "1 failed" in wrong.stdout and "AssertionError" in wrong.stdout, wrong.stdout[
+        -3000:
+    ]

@@ -13,7 +13,7 @@
 Conversations may have images (image, images, or content in parts); see engine.vision.data.records.
 
 `auto` looks at the fields of a file's first record. Other fields (ids, sources) are ignored, but a field that
-carries content which the format cannot use (videos, an earlier history) is an error, because ignoring it would
+carries content which the format cannot use (sounds, an earlier history) is an error, because ignoring it would
 train on something else than the record says.
 """
 
@@ -45,6 +45,8 @@ ALPACA_RESPONSE = "### Response:\n"
 
 IMAGE_FIELDS = ("image", "images")
 """Fields that name images."""
+VIDEOS = "videos"
+"""The field that names the frames of videos, which are images."""
 LABELS, LABELLED = ("label", "kto_tag"), "kto"
 """Fields that say whether a record's answer was liked, and the objective that learns from it."""
 _IMAGE_SAMPLE = "engine.vision.data.records:image_sample"
@@ -56,7 +58,7 @@ _FIELDS = {
     "text": ("text",),
     "tokens": ("input_ids",),
 }
-_UNUSABLE = ("videos", "audios", "history", "tools", "chat_template_kwargs")
+_UNUSABLE = ("audios", "history", "tools", "chat_template_kwargs")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _MESSAGE_ROLES = ("system", "user", "assistant", "tool")
 
@@ -188,10 +190,11 @@ def refuse_images(place: Place, record: Record, what: str) -> None:
     Raises:
         UserError: it names one.
     """
-    for field in IMAGE_FIELDS:
+    for field in (*IMAGE_FIELDS, VIDEOS):
         if record.get(field):
+            named = "a video" if field == VIDEOS else "an image"
             raise place.error(
-                f"field '{field}' names an image, for which {what} has no place; write conversations or messages."
+                f"field '{field}' names {named}, for which {what} has no place; write conversations or messages."
             )
 
 
@@ -324,7 +327,9 @@ def conversation_sample(place: Place, record: Record, messages: tuple[Message, .
 
 def has_images(record: Record, messages: Sequence[Message]) -> bool:
     """Returns whether a record names images, or has turns in parts."""
-    return any(record.get(field) for field in IMAGE_FIELDS) or any(has_parts(message) for message in messages)
+    return any(record.get(field) for field in (*IMAGE_FIELDS, VIDEOS)) or any(
+        has_parts(message) for message in messages
+    )
 
 
 def has_parts(message: Message) -> bool:

@@ -65,7 +65,7 @@ def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer, l
         return None
     if family is None:
         return None
-    reader: ConversationReader = resolve(_IMAGE_READER)(family, config.data.image_folder)
+    reader: ConversationReader = resolve(_IMAGE_READER)(family, config.data.image_folder, log.info)
     return reader
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from engine.data.formats import IMAGE_FIELDS, conversation_turns, has_images
+from engine.data.formats import IMAGE_FIELDS, VIDEOS, conversation_turns, has_images
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -47,13 +47,13 @@ class PromptRecord(NamedTuple):
     @property
     def image(self) -> str | None:
         """The place of an image that it names; None where it has text alone."""
-        for field in IMAGE_FIELDS:
+        for field in (*IMAGE_FIELDS, VIDEOS):
             if self.fields.get(field):
                 return f"{self.place}: field '{field}'"
         for at, message in enumerate(self.fields.get("messages", ())):
             content = message.get("content")
             for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "video"):
                     return f"{self.place}: field 'messages[{at}].content'"
         return None
 

@@ -212,7 +212,7 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         "'images[0]' names an image that no part of a turn stands for",
     ),
     "part of another kind": (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}] * 2}, chat()[1]]},
+        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}] * 2}, chat()[1]]},
         "'messages[0].content[0]' is no part of type text or image",
     ),
     "tools": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +25,13 @@ class ImageReader:
     Args:
         family: of the model.
         folder: that paths of images are relative to; None for the folder of the records' file.
+        say: prints a line, once, where records have videos.
     """
 
-    def __init__(self, family: VisionFamily, folder: str | Path | None = None) -> None:
-        self.family = family
+    def __init__(
+        self, family: VisionFamily, folder: str | Path | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.family, self._say = family, say
         self._folder = None if folder is None else Path(folder).expanduser()
         self._sizes: dict[Path, Size] = {}
 
@@ -39,7 +42,7 @@ class ImageReader:
             UserError: an image that cannot be read, or a conversation that the family cannot express: names file,
                 record and field.
         """
-        placed = [self._placed(sample.place, ref) for ref in sample.images]
+        placed = self._all_placed(sample)
         try:
             for encoded in self.family.encode(sample.conversation, [image.size for image in placed], learn=learn):
                 yield _document(sample.place, encoded, placed)
@@ -63,12 +66,19 @@ class ImageReader:
         """
         if sample.conversation.turns[-1].role == "assistant":
             raise sample.place.error("the conversation ends with an answer, but a prompt ends before one; remove it.")
-        placed = [self._placed(sample.place, ref) for ref in sample.images]
+        placed = self._all_placed(sample)
         try:
             encoded = self.family.prompt(sample.conversation, [image.size for image in placed])
         except UserError as error:
             raise sample.place.error(str(error)) from error
         return tuple(encoded.ids), _in_order(encoded, placed)
+
+    def _all_placed(self, sample: ImageSample) -> list[PlacedImage]:
+        """Returns the images of a record, with their sizes."""
+        if sample.has_videos and self._say is not None:
+            self._say(f"{sample.place} has a video: frames of videos are read as images, each by itself")
+            self._say = None
+        return [self._placed(sample.place, ref) for ref in sample.images]
 
     def _placed(self, place: Place, ref: ImageRef) -> PlacedImage:
         folder, where = self._folder or place.path.parent, ref.option or f"{place}: field '{ref.field}'"

@@ -9,6 +9,9 @@
 | OpenAI, TRL    | parts of content: {"type": "image", ...}     | where the part is; one without a path of its own is |
 |                |                                              | the next of the field images                        |
 
+The frames of a video are images: `videos` is a list with a list of their paths for each <video>, and a part of type
+video has such a list, or stands for the next of the field.
+
 An image that belongs nowhere, or a place without an image, is an error that names file, record and field.
 """
 
@@ -16,16 +19,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.data.chat import Message
-from engine.data.formats import IMAGE_FIELDS, FamilySample, has_parts
+from engine.data.formats import IMAGE_FIELDS, VIDEOS, FamilySample, has_parts
 from engine.data.record_files import Place, Record
 from engine.seams import resolve
 from engine.vision.data.family import Conversation, Turn
 
-MARKER = "<image>"
+MARKER, VIDEO_MARKER = "<image>", "<video>"
+_MARKERS = re.compile(f"({MARKER}|{VIDEO_MARKER})")
 _NUMBERED = re.compile(r"(<image_\d+>)")
 _PART_FIELDS = ("image", "path", "image_url", "url")
 """Where a part names its image."""
@@ -48,11 +52,16 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageSample(FamilySample):
-    """A conversation with images; its assistant turns are trained on."""
+    """A conversation with images; its assistant turns are trained on.
+
+    Args:
+        has_videos: some of the images are frames of videos.
+    """
 
     place: Place
     conversation: Conversation
     images: tuple[ImageRef, ...]
+    has_videos: bool = False
 
     def refusal(self) -> str:
         """Returns why a model of text alone cannot read it."""
@@ -74,6 +83,8 @@ def image_sample(place: Place, record: Record, messages: Sequence[Message]) -> I
     Raises:
         UserError: an image and its place do not find each other, or a field is not what it should be.
     """
+    if _has_videos(record, messages):
+        return replace(image_sample(place, *_frames_as_images(place, record, messages)), has_videos=True)
     given = [field for field in IMAGE_FIELDS if record.get(field)]
     if len(given) == 2:
         raise place.error("fields 'image' and 'images' both name images; keep one of them.")
@@ -88,6 +99,82 @@ def image_sample(place: Place, record: Record, messages: Sequence[Message]) -> I
     refs = list(_refs(place, given[0], named))
     alone = given[0] == "image" and isinstance(named, str)
     return _of_markers(place, refs, messages, optional=alone and _has_roles(record))
+
+
+def _has_videos(record: Record, messages: Sequence[Message]) -> bool:
+    return bool(record.get(VIDEOS)) or any(
+        isinstance(part, Mapping) and part.get("type") == "video"
+        for message in messages
+        if has_parts(message)
+        for part in message["content"]
+    )
+
+
+def _frames_as_images(place: Place, record: Record, messages: Sequence[Message]) -> tuple[Record, tuple[Message, ...]]:
+    """Returns a record and its messages with images in the places of videos, one for each frame.
+
+    Raises:
+        UserError: a video is no list of images, or stands nowhere.
+    """
+    given = next((field for field in IMAGE_FIELDS if record.get(field)), None)
+    named = [] if given is None else record[given]
+    if isinstance(named, Mapping) and not named.keys() & {"path", "url", "bytes"}:
+        raise place.error(f"field '{given}' numbers images beside videos; list them in the field images.")
+    images = [] if given is None else list(_refs(place, given, named))
+    listed = record.get(VIDEOS) or []
+    if not isinstance(listed, list):
+        raise place.error(f"field '{VIDEOS}' is no list; write a list with the frames of each video.")
+    videos = [_frames(place, f"{VIDEOS}[{number}]", video) for number, video in enumerate(listed)]
+    others = {name: value for name, value in record.items() if name not in (*IMAGE_FIELDS, VIDEOS)}
+    if any(has_parts(message) for message in messages):
+        return {**others, "images": images}, _parts_of_frames(place, videos, messages)
+    texts = [_MARKERS.split(str(message["content"])) for message in messages]
+    for marker, field, count in ((MARKER, given, len(images)), (VIDEO_MARKER, VIDEOS, len(videos))):
+        if (times := sum(text.count(marker) for text in texts)) != count:
+            raise place.error(
+                f"field '{field or 'images'}' has {count}, but {marker} stands {times} times in the conversation; put "
+                "it once where each belongs."
+            )
+    left, refs = {MARKER: iter([image] for image in images), VIDEO_MARKER: iter(videos)}, []
+    found = []
+    for message, text in zip(messages, texts, strict=True):
+        content = ""
+        for piece in text:
+            frames = next(left[piece]) if piece in left else None
+            content += piece if frames is None else MARKER * len(frames)
+            refs += frames or []
+        found.append({**message, "content": content})
+    return {**others, "images": refs}, tuple(found)
+
+
+def _frames(place: Place, field: str, video: object) -> list[ImageRef]:
+    """Returns the frames of a video, which a field names."""
+    if not isinstance(video, list) or not video:
+        raise place.error(
+            f"field '{field}' is no list of the files of a video's frames, and video files are not read; save its "
+            "frames as images and list them."
+        )
+    return [_ref(place, f"{field}[{number}]", frame) for number, frame in enumerate(video)]
+
+
+def _parts_of_frames(place: Place, videos: list[list[ImageRef]], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Returns messages with a part of type image for each frame of a video."""
+    waiting, found = iter(videos), []
+    for at, message in enumerate(messages):
+        content: list[Any] = []
+        for number, part in enumerate(message["content"] if has_parts(message) else [message["content"]]):
+            if not isinstance(part, Mapping) or part.get("type") != "video":
+                content.append(part)
+                continue
+            field = f"messages[{at}].content[{number}]"
+            frames = _frames(place, f"{field}.video", part["video"]) if part.get("video") else next(waiting, None)
+            if frames is None:
+                raise place.error(f"field '{field}' is a video without frames; add them to the field {VIDEOS}.")
+            content += [{"type": "image", "image": frame} for frame in frames]
+        found.append({**message, "content": content if has_parts(message) else message["content"]})
+    if (left := next(waiting, None)) is not None:
+        raise place.error(f"field '{left[0].field}' is a frame of a video that no part of a turn stands for; add it.")
+    return tuple(found)
 
 
 def _has_roles(record: Record) -> bool:
@@ -184,7 +271,9 @@ def _refs(place: Place, field: str, value: object) -> Iterator[ImageRef]:
 
 
 def _ref(place: Place, field: str, value: object) -> ImageRef:
-    """Returns the image that a field names: a path, or an object with path or url."""
+    """Returns the image that a field names: a path, an object with path or url, or one that was found before."""
+    if isinstance(value, ImageRef):
+        return value
     if isinstance(value, Mapping):
         if value.get("bytes") is not None:
             raise place.error(f"field '{field}' has the bytes of an image, expected a path; write it to a file.")
@@ -227,6 +316,8 @@ def prompt_sample(place: Place, record: Record, messages: Sequence[Message]) -> 
     Raises:
         UserError: as for `image_sample`.
     """
+    if _has_videos(record, messages):
+        return image_sample(place, record, messages)
     named = next((record[field] for field in IMAGE_FIELDS if record.get(field)), None)
     by_marker = isinstance(named, Mapping) and not named.keys() & {"path", "url", "bytes"}
     marked = by_marker or any(MARKER in str(message.get("content")) for message in messages)

@@ -36,13 +36,13 @@ _ROUTER = ".mlp.router"
 _STACKED_ALONE = ("gpt_oss", "granitemoehybrid", "kimi_linear", "qwen3_5_moe_text", "gemma4_text")
 """Families of which PEFT and servers read no adapters of single experts: their checkpoints have them stacked, or PEFT's
 table lacks them and vLLM loads their adapters as stacks (`is_3d_moe_weight`), or has not been tried with them."""
-_UNSTACKED_BY_PEFT = ("qwen2_moe", "lfm2_moe")
+_UNSTACKED_BY_PEFT = ("qwen2_moe", "lfm2_moe", "nemotron_h")
 """Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
 no module of an expert, and computes without its adapter."""
 _OTHER_ROUTERS = (
     "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2",
     "ernie4_5_moe", "hunyuan_v1_moe",
-    "nemotron_h", *_STACKED_ALONE, *_UNSTACKED_BY_PEFT,
+    *_STACKED_ALONE, *_UNSTACKED_BY_PEFT,
 )  # fmt: skip
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it
 opens none."""
@@ -118,6 +118,8 @@ def obstacle(
     if decoder.family in _STACKED_ALONE and form != "stacked":
         first = min(trained.experts)
         return f"{first} has an adapter of its own, and PEFT has one for all experts of a {decoder.family} model"
+    if form != "per_expert" and "gate_proj" not in first_linears(decoder.activation):
+        return f"the experts of a {decoder.family} model have no gates, and this form is of experts that have"
     if form == "stacked":
         return _of_stacks(trained, decoder, reader)
     if form == "shared_outer":

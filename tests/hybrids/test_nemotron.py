@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.run.training_state import open_run
+from engine.choices import AdapterForm
 from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.hybrids.families.nemotron import nemotron_h
 from engine.layers.context import TensorLayout, TrainingPlan
@@ -18,6 +21,7 @@ from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
+from tests.unit.test_checkpoint_peft import trained_run
 
 KEY = "backbone.layers.1.mixer.gate.e_score_correction_bias"
 
@@ -58,6 +62,22 @@ def test_a_pattern_of_letters_is_a_list_of_layers() -> None:
     config = nemotron_h({**sizes, "hybrid_override_pattern": "ME*-M"})
     listed = ["mamba", "moe", "attention", "mlp", "mamba"]
     assert config == nemotron_h({**sizes, "layers_block_type": listed}) and config.num_layers == 5
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("per_expert", "PEFT does not stack the experts' adapters of a nemotron_h model"),
+        ("stacked", "the experts of a nemotron_h model have no gates"),
+    ],
+)
+def test_peft_reads_no_adapters_of_experts(form: AdapterForm, words: str, tmp_path: Path) -> None:
+    """It knows neither their modules nor stacks without gates, and would fail or compute without them."""
+    make_model("nemotron h", tmp_path / "hf")
+    built = engine_model(tmp_path / "hf", trained="", adapters=r"layers\..*experts\..*_proj")
+    run = open_run(trained_run(tmp_path / "run", built.parameters(), tmp_path / "hf"))
+    with pytest.raises(UserError, match=words):
+        export_peft(run.trained(), run.lora, open_source(tmp_path / "hf").model, tmp_path / "adapter", form=form)
 
 
 @pytest.mark.parametrize(

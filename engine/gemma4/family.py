@@ -127,7 +127,7 @@ def _rope(part: Mapping[str, Any], dim: int) -> Rope:
         theta=float(part["rope_theta"]),
         scaling=None if factor == 1.0 else RopeScaling(kind="linear", factor=factor),
         width=dim,
-        turned_pairs=int(float(part.get("partial_rotary_factor", 1.0)) * dim // 2),
+        turned_pairs=int(float(part.get("partial_rotary_factor") or 1.0) * dim // 2),
     )
 
 
@@ -186,7 +186,7 @@ def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
         )
     usual = int(hf["num_key_value_heads"]), int(hf["head_dim"])
     are_keys = bool(hf["attention_k_eq_v"])
-    ropes = {**_ROPES, **hf.get("rope_parameters", {})}
+    ropes = {**_ROPES, **{kind: part for kind, part in (hf.get("rope_parameters") or {}).items() if part is not None}}
     shared = _shared_keys(hf, types, {"full_attention": (keys, dim), "sliding_attention": usual})
     reading = {index for one in shared for index in one.layers}
     inputs = _per_layer_inputs(hf, family)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.gemma4.beside import Beside, beside_of
-from engine.gemma4.per_layer import PerLayerInputs, PerLayerTable
+from engine.gemma4.per_layer import PerLayerInputs, PerLayerProjection, PerLayerTable
 from engine.gemma4.sharing import SharedKeys
 from engine.layers.attention import CachedAttention
 from engine.layers.context import LayerContext
@@ -66,19 +66,23 @@ class SharingDecoder(Decoder):
         self, build: LayerContext, memory: MemoryPlan, embedding_weight: ShardEntry | None
     ) -> Iterator[StorageUser]:
         config, sizes = self.config, self.config.variant(PerLayerInputs)
-        self.per_layer: PerLayerTable | None = None
+        self.table: PerLayerTable | None = None
+        self.projection: PerLayerProjection | None = None
+        """What makes the inputs of layers, on the first part."""
         self.carried_trains = sizes is not None and sizes.trains(build.plan, tied=config.tied_embeddings)
         users = super()._build(build, memory, embedding_weight)
         if self.part.embedding:
             yield next(users)
             if sizes is not None:
-                self.per_layer = PerLayerTable(sizes, config, build)
-                yield StorageUser(module=self.per_layer)
+                self.table = PerLayerTable(sizes, config, build)
+                yield StorageUser(module=self.table, needs_backward=False)
+                self.projection = PerLayerProjection(sizes, config, build)
+                yield StorageUser(module=self.projection)
         yield from users
 
     @property
     def beside_embedding(self) -> tuple[nn.Module, ...]:
-        return () if self.per_layer is None else (self.per_layer,)
+        return tuple(one for one in (self.table, self.projection) if one is not None)
 
     def context(
         self,
@@ -135,10 +139,11 @@ class SharingDecoder(Decoder):
         return x, [*carried[:count], *inputs]
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
-        if (table := self.per_layer) is not None:
+        if self.table is not None and self.projection is not None:
             beside = beside_of(context)
-            make = partial(table, ids_T=beside.ids_T, context=context)
-            beside.inputs.update(enumerate(self._units[1].run(make, x).unbind()))
+            looked_up = self._units[1].run(self.table, beside.ids_T)
+            project = partial(self.projection, looked_up=looked_up, context=context)
+            beside.inputs.update(enumerate(self._units[2].run(project, x).unbind()))
         return super().run_layers(x, context)
 
     def cached_attentions(self) -> list[CachedAttention]:

@@ -37,6 +37,7 @@ TABLE, PROJECTION, NORM = "embed_tokens_per_layer", "per_layer_model_projection"
 GATE, LAYER_PROJECTION = "per_layer_input_gate", "per_layer_projection"
 OUTPUT_NORM = "post_per_layer_input_norm"
 """Modules of each layer."""
+_WIDTH = "hidden_size_per_layer_input"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,22 @@ class PerLayerInputs(LayerVariant):
 
 
 class PerLayerTable(nn.Module):
-    """Makes the inputs of all layers: x [T, H] (or [T / tp, H]), the scaled embedding -> L tensors [T, W / tp].
+    """The table of all layers: int64 ids [T] -> [T, L W], scaled. No backward reads it."""
+
+    def __init__(self, sizes: PerLayerInputs, config: DecoderConfig, build: LayerContext) -> None:
+        super().__init__()
+        self._tp, features = build.layout.tp, config.num_layers * sizes.width
+        # of the multiplier as the compute dtype has it, like that of the main embedding
+        self._scale = torch.tensor(math.sqrt(sizes.width), dtype=build.dtype).item()
+        whole = replace(build, layout=replace(build.layout, sequence_parallel=False))
+        self.table = VocabParallelEmbedding(sizes.vocab_size, features, name=TABLE, build=whole)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return to_partial(self.table(ids_T), self._tp, splits_tokens=False) * self._scale
+
+
+class PerLayerProjection(nn.Module):
+    """Makes the inputs of all layers: x [T, H] (or [T / tp, H]), the scaled embedding -> [L, T, W / tp].
 
     Raises:
         UserError: the width does not divide over the tensor ranks.
@@ -86,37 +102,27 @@ class PerLayerTable(nn.Module):
 
     def __init__(self, sizes: PerLayerInputs, config: DecoderConfig, build: LayerContext) -> None:
         super().__init__()
-        layout, features = build.layout, config.num_layers * sizes.width
-        tp = self._tp = layout.tp
-        self._width, self._layers = sizes.width, config.num_layers
-        self._scale = config.hidden**-0.5
-        # of the multiplier as the compute dtype has it, like that of the main embedding
-        self._table_scale = torch.tensor(math.sqrt(sizes.width), dtype=build.dtype).item()
+        tp = build.layout.tp
+        self._shape, self._scale = (config.num_layers, sizes.width), config.hidden**-0.5
         self._columns = split_spec((sizes.width,), 0, rank=tp.rank, size=tp.size, what=_WIDTH).pieces[0]
-        whole = replace(build, layout=replace(layout, sequence_parallel=False))
-        self.table = VocabParallelEmbedding(sizes.vocab_size, features, name=TABLE, build=whole)
-        spec = replicated_spec((features, config.hidden), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        site = LayerPlace(index=config.num_layers, config=config, build=build).inner_site
-        self.projection = ColumnParallelLinear(
-            [Section(name=PROJECTION, spec=spec)], bias=False, site=site, build=build
+        spec = replicated_spec(
+            (config.num_layers * sizes.width, config.hidden), rank=tp.rank, size=tp.size, grad_reduce=("tp",)
         )
+        site = LayerPlace(index=config.num_layers, config=config, build=build).inner_site
+        section = Section(name=PROJECTION, spec=spec)
+        self.projection = ColumnParallelLinear([section], bias=False, site=site, build=build)
         self.norm = RMSNorm(NORM, sizes.width, config.norm_eps, build=deferred_sums(build))
 
-    def forward(self, x: Tensor, ids_T: Tensor, context: TokenContext) -> Tensor:
-        """Returns [L, T, W / tp].
+    def forward(self, x: Tensor, looked_up: Tensor, context: TokenContext) -> Tensor:
+        """Returns the inputs.
 
         Args:
-            ids_T: int64, all tokens.
+            looked_up: [T, L W], of the table.
         """
-        projected = self.projection(x, GivenInput(), context).mul(self._scale).unflatten(1, (self._layers, self._width))
-        looked_up = to_partial(self.table(ids_T, adapters=context.adapters), self._tp, splits_tokens=False)
-        looked_up = (looked_up * self._table_scale).view_as(projected)
-        inputs = (self.norm(projected) + looked_up).mul(2.0**-0.5)
+        projected = self.projection(x, GivenInput(), context).mul(self._scale).unflatten(1, self._shape)
+        inputs = (self.norm(projected) + looked_up.unflatten(1, self._shape)).mul(2.0**-0.5)
         first, count = self._columns.global_offset, self._columns.length
         return inputs.narrow(2, first, count).transpose(0, 1).contiguous()
-
-
-_WIDTH = "hidden_size_per_layer_input"
 
 
 class PerLayerBranch(JoiningBranch):

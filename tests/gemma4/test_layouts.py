@@ -58,6 +58,8 @@ class Place:
     recompute: Any = "selective"
     level: ShardLevel = "none"
     offload: bool = False
+    schedule: str = "1f1b"
+    base: str | None = None
 
     @property
     def layout(self) -> Layout:
@@ -70,7 +72,7 @@ class Place:
         case = Case(config=family.config_from_hf(text), adapters=adapters, trained=trained)
         return Layout(
             case=case, grid=self.grid, layers=self.layers, sequence=self.sequence, dropout=0.1,
-            recompute=self.recompute, dtype=torch.float64,
+            recompute=self.recompute, dtype=torch.float64, schedule=self.schedule, base=self.base,
         )  # fmt: skip
 
 
@@ -129,6 +131,11 @@ def _of(model: str) -> dict[str, Place]:
             "pp3, everything": place(grid=RankGrid(pp=3), layers=(1, 1, 2), everything=True),
             "pp3": place(grid=RankGrid(pp=3), layers=(2, 1, 1)),
             "pp2, full, frozen inputs": place(grid=PP2, layers=(3, 1), recompute="full", frozen_inputs=True),
+            "interleaved, pp2": place(grid=PP2, layers=(1, 1, 1, 1), schedule="interleaved"),
+            "zero bubble, pp2": place(grid=PP2, layers=(1, 3), schedule="zb_h1", everything=True),
+            "zero bubble in a V, pp2": place(grid=PP2, layers=(1, 1, 1, 1), schedule="zb_v"),
+            "zero 3, pp2, full": place(grid=RankGrid(pp=2, dp=2), layers=(2, 2), level="parameters", recompute="full"),
+            "int8, tp2 sequence": place(grid=TP2, sequence=True, base="int8"),
             "tp2 sequence, uneven pp2": place(grid=RankGrid(pp=2, tp=2), layers=(1, 3), sequence=True, everything=True),
         }
     if model == "experts":
@@ -147,7 +154,9 @@ PLACES = {f"{model}: {name}": place for model in HF for name, place in _of(model
 @pytest.mark.parametrize("name", sampled(PLACES, ("experts: tp2 sequence, full, everything",)))
 def test_layouts_are_one_process(name: str) -> None:
     place = PLACES[name]
-    alone = step(Place(model=place.model, everything=place.everything, frozen_inputs=place.frozen_inputs))
+    alone = step(
+        Place(model=place.model, everything=place.everything, frozen_inputs=place.frozen_inputs, base=place.base)
+    )
     world = place.grid.world_size
     ranks = [step(place)] if world == 1 else spawn(step, world=world, args=(place,), timeout=300)
     expected, found = assemble([alone.gradients]), assemble([one.gradients for one in ranks])

@@ -47,6 +47,9 @@ class SharingConfig(DecoderConfig):
             shapes.append(((self.num_layers - layer) * tokens, inputs.width // tensor))
         return shapes
 
+    def num_beside_with_stream(self, layer: int) -> int:
+        return len(self.sources_across(layer))
+
     def sources_across(self, layer: int) -> list[SharedKeys]:
         """Returns those of `shared_keys` that are made before a layer, and read by it or a later one."""
         return [one for one in self.shared_keys if one.source < layer <= max(one.layers)]
@@ -118,7 +121,7 @@ class SharingDecoder(Decoder):
     def message_rows(self, batch: Batch, layer: int, *, of_gradient: bool = False) -> int:
         shapes = self.carried_shapes(batch, layer)
         if of_gradient and not self.carried_trains:
-            shapes = shapes[: len(self.config.sources_across(layer))]
+            shapes = shapes[: self.config.num_beside_with_stream(layer)]
         rows = (stage_message.rows_below(*shape, self.config.hidden) for shape in shapes)
         return self.stream_rows(batch, layer) + sum(rows)
 
@@ -134,7 +137,7 @@ class SharingDecoder(Decoder):
 
     def unpack(self, message: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
         x, carried = stage_message.unpack(message, self.carried_shapes(batch, self.part.first))
-        count = len(self.config.sources_across(self.part.first))
+        count = self.config.num_beside_with_stream(self.part.first)
         inputs = [one if one is None or self.carried_trains else one.detach() for one in carried[count:]]
         return x, [*carried[:count], *inputs]
 

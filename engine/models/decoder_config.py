@@ -607,6 +607,10 @@ class DecoderConfig:
         """
         return []
 
+    def num_beside_with_stream(self, layer: int) -> int:
+        """Returns how many of `beside_stream`, the first ones, have a gradient wherever the stream has one."""
+        return 0
+
     @property
     def needs_images(self) -> bool:
         """Whether the model is made for text with images alone."""

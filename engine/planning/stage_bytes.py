@@ -49,6 +49,7 @@ class _LayerGroup:
         goes_back: whether backward reaches them.
         is_first: this is the stage's first layer, whose input is the stage's.
         is_last: this is the stage's last layer.
+        waiting: bytes of gradients that layers behind it, on this stage, left beside that of the stream.
     """
 
     trace: Trace
@@ -56,10 +57,12 @@ class _LayerGroup:
     goes_back: bool
     is_first: bool
     is_last: bool
+    waiting: int
 
 
 class _Below(NamedTuple):
-    """Bytes of features for later layers, in a stage's input and output."""
+    """Bytes below the stream in a stage's input and output: features for later layers, and all else but images that
+    is sent on with it."""
 
     entering: int
     leaving: int
@@ -77,7 +80,7 @@ def stage_bytes(
         defers: whether backward defers the weight gradients.
     """
     shape, stream = model.shape, model.stream
-    tables, images = model.tables(), {ACTIVATIONS: model.beside(stage.first)}
+    tables, images = model.tables(), {ACTIVATIONS: model.encoded}
     first = model.embedding(memory.level(0), saved=trains) if stage.embedding else None
     encoder = None
     if stage.embedding and model.encoded:
@@ -87,7 +90,8 @@ def stage_bytes(
     head_needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
     last = model.head(needs=head_needs and trains, saved=trains, defers=defers) if stage.head else None
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
-    below = _Below(*(model.levels(layer) * stream for layer in (stage.first, stage.last)))
+    ends = (stage.first, stage.last)
+    below = _Below(*(model.levels(layer) * stream + model.beside(layer) - model.encoded for layer in ends))
     forward, kept = _forward([tables, encoder], images, first, runs, last, stream, below, trains)
     away = sum(run.trace.away * run.count for run in runs)
     if not trains:
@@ -116,7 +120,9 @@ def _layer_groups(
     for (kind, level, own, has_leaves, is_first, is_last), group in groupby(range(stage.first, stage.last), alike):
         plan = MemoryPlan(recompute=level, offload=memory.offload and not is_last, stored_dtype=memory.stored_dtype)
         trace = model.layer(kind, plan, needs=own, saved=trains, defers=defers)
-        yield _LayerGroup(trace, len(list(group)), trains and (own or has_leaves), is_first, is_last)
+        layers = list(group)
+        waiting = 0 if is_last or not own else max(map(model.waiting, layers))
+        yield _LayerGroup(trace, len(layers), trains and (own or has_leaves), is_first, is_last, waiting)
 
 
 def _forward(
@@ -195,7 +201,8 @@ def _backward(
             # the offloaded activations of the layer before are prefetched
             coming = trace if run.count > 1 else before.trace if before is not None else None
             ahead = {ACTIVATIONS: 0 if coming is None else coming.away}
-            fullest = added(gradient, ahead, *_at_peak(trace, *holds))
+            waiting = {ACTIVATIONS: run.waiting}
+            fullest = added(gradient, ahead, waiting, *_at_peak(trace, *holds))
             moments.append(added(base, left, fullest))
             others = run.count - 1
             moments.append(added(without(base, times(trace.kept, others)), left, times(trace.left, others), fullest))

@@ -165,6 +165,13 @@ class RankModel:
         shapes = self._workload.decoder.beside_stream(self.tokens, self._parallel.tensor, layer)
         return self.encoded + self._workload.dtype.itemsize * sum(map(prod, shapes))
 
+    def waiting(self, layer: int) -> int:
+        """Returns the bytes of gradients that layers behind this one left beside that of the stream."""
+        decoder, behind = self._workload.decoder, layer + 1
+        shapes = decoder.beside_stream(self.tokens, self._parallel.tensor, behind)
+        counted = shapes[: decoder.num_beside_with_stream(behind)]
+        return self._workload.dtype.itemsize * sum(map(prod, counted))
+
     @property
     def message(self) -> int:
         """The most bytes that one stage sends the next for a micro-batch, without `levels`."""
@@ -337,7 +344,7 @@ class _Tracer:
         # one thread, which the recording sees
         with recording, counter, attention, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             batch = self._batch()
-            context = self._context(model, batch)
+            context = self._context(model, batch, needs)
             for _ in model.saved.layers(0, context, model.layers.parameters()):
                 pass  # the first micro-batch is over, which alone is measured
             x = self._input(batch, needs)
@@ -401,8 +408,12 @@ class _Tracer:
             self._layout.base.scratch.take((0,), torch.uint8, META)
         return model
 
-    def _context(self, model: Decoder, batch: Batch) -> TokenContext:
-        """Makes the coordinates; pieces behind the embedding find the encoded images there."""
+    def _context(self, model: Decoder, batch: Batch, needs: bool) -> TokenContext:
+        """Makes the coordinates; pieces behind the embedding find there what stands beside the stream.
+
+        Args:
+            needs: whether the stream needs a gradient.
+        """
         step = torch.zeros((), dtype=torch.int64, device=META)
         variants = self._workload.decoder.variants if self._workload.balances else ()
         balances = [loss for one in variants if (loss := one.auxiliary_loss(1.0, META)) is not None]
@@ -411,9 +422,11 @@ class _Tracer:
         if model.embedding is not None:  # no layer reads it
             return model.context(replace(batch, parts=()), step, training=True, parts=balances)
         carried: list[Tensor | None] = []
-        for shape in model.carried_shapes(batch, self._part.first):
+        first = self._part.first
+        for index, shape in enumerate(model.carried_shapes(batch, first)):
             rows = torch.empty(shape, dtype=self._workload.dtype, device=META) if shape[0] else None
-            if rows is not None and model.carried_trains:
+            trains = model.carried_trains or (needs and index < model.config.num_beside_with_stream(first))
+            if rows is not None and trains:
                 rows = _Start.apply(rows.requires_grad_())
             carried.append(rows)
         return model.context(batch, step, training=True, carried=carried, parts=balances)

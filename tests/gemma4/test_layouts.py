@@ -151,7 +151,7 @@ def _of(model: str) -> dict[str, Place]:
 PLACES = {f"{model}: {name}": place for model in HF for name, place in _of(model).items()}
 
 
-@pytest.mark.parametrize("name", sampled(PLACES, ("experts: tp2 sequence, full, everything",)))
+@pytest.mark.parametrize("name", sampled(PLACES, ("experts: tp2 sequence, full, everything", "small: pp3, everything")))
 def test_layouts_are_one_process(name: str) -> None:
     place = PLACES[name]
     alone = step(

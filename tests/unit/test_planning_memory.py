@@ -42,8 +42,9 @@ half of SwiGLU's gradient is 2% to 6% of these models' peaks."""
 WITH_TABLES = 0.004
 """Where layers have states: plain torch's tables of the tokens of each state, which all layers share, are predicted for
 each of them. Compiled kernels have none."""
-WITH_SHARED_KEYS = 0.004
-"""Where layers read the keys of others: their gradients, which wait for the layer that made them, are not predicted."""
+WITH_SHARED_KEYS = 0.02
+"""Where layers read the keys of others: gradients of these wait for the layer that made them, and pieces traced by
+themselves show neither that nor what of a message its stage keeps."""
 ROUGH = 0.03
 """Where formulas are left that approximate: of weights that come and go, where the two largest neighbours are not
 layers, and of the actions of a split backward, which hold what their micro-batches leave for different times."""
@@ -61,6 +62,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
         "norm_topk_prob": True,
+    },
+    "gemma4_text": {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 128, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 24,
+        "vocab_size_per_layer_input": 1000, "use_double_wide_mlp": True, "attention_k_eq_v": False,
     },
     "falcon_h1": {
         "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_ssm": 96, "mamba_n_groups": 1, "mamba_d_state": 24,
@@ -128,6 +134,8 @@ class Case:
 
 BESIDE = "[in_proj, out_proj, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
 """The linears of a layer with Mamba2 beside attention."""
+OF_INPUTS = "[q_proj, v_proj, per_layer_input_gate, per_layer_projection, per_layer_model_projection]"
+"""With those of Gemma 4's inputs of layers."""
 ALL = {"rank": 0, "trainable": "['*']"}
 CASES = {
     "lora": Case(),
@@ -248,6 +256,15 @@ CASES = {
     "mixture, all": Case(family="qwen3_moe", **ALL),
     "mixture, balanced": Case(family="qwen3_moe", balance=0.1),
     "mixture, balanced, two micro-batches": Case(family="qwen3_moe", balance=0.1, micro_batches=2, rows=2),
+    "gemma4": Case(layers=4, family="gemma4_text", tolerance=WITH_SHARED_KEYS),
+    "gemma4, inputs of layers": Case(
+        layers=4, family="gemma4_text", targets=OF_INPUTS, tolerance=WITH_SHARED_KEYS, dropout=0.1
+    ),
+    "gemma4, full": Case(layers=4, family="gemma4_text", memory="{recompute: full}", tolerance=WITH_SHARED_KEYS),
+    "gemma4, all, tied": Case(layers=4, family="gemma4_text", tied=True, tolerance=WITH_SHARED_KEYS, **ALL),
+    "gemma4, tensor 2": Case(
+        layers=4, family="gemma4_text", world=2, parallel="{tensor: 2}", tolerance=WITH_SHARED_KEYS
+    ),
     "falcon_h1": Case(family="falcon_h1", tolerance=WITH_TABLES, targets=BESIDE),
     "falcon_h1, bf16, dropout": Case(
         family="falcon_h1", tolerance=WITH_TABLES, targets=BESIDE, dtype="bfloat16", dropout=0.1
@@ -301,6 +318,18 @@ PIPELINES = {
     "pipeline 2x2": Case(world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, virtual: 2}"),
     "pipeline 2, upper layers": Case(
         world=2, layers=4, micro_batches=4, targets="['layers[.][23][.].*_proj']", parallel="{pipeline: 2}"
+    ),
+    "gemma4, pipeline 2": Case(
+        world=2, layers=4, micro_batches=4, family="gemma4_text", parallel="{pipeline: 2}", tolerance=WITH_SHARED_KEYS
+    ),
+    "gemma4, pipeline 2, inputs of layers": Case(
+        world=2,
+        layers=4,
+        micro_batches=4,
+        family="gemma4_text",
+        parallel="{pipeline: 2}",
+        targets=OF_INPUTS,
+        tolerance=WITH_SHARED_KEYS,
     ),
     "pipeline 2, tied, all": Case(world=2, layers=4, micro_batches=4, tied=True, parallel="{pipeline: 2}", **ALL),
     "pipeline 2, a copy of a tied head": Case(

@@ -89,7 +89,7 @@ class BatchPart:
         has none.
 
         Args:
-            axes: int64, the kind of position of each pair; see engine.models.decoder_config.Rope.
+            axes: int64, the kind of position of each pair; see engine.models.ropes.Rope.
         """
         return None
 

@@ -30,10 +30,11 @@ from engine.batch import Batch
 from engine.choices import VISION, Recompute
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
-from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
+from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers
 from engine.models.families import ADOPTED_IMAGE_FAMILY
 from engine.models.families.family import Family
 from engine.models.names import HfLocation, NameMap
+from engine.models.ropes import Rope
 from engine.ops.attention.context_parallel import Method
 from engine.ops.attention.token_context import ContextPart
 from engine.seams import resolve

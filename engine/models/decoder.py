@@ -32,9 +32,11 @@ from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
-from engine.models.decoder_config import SITES_PER_LAYER, Carried, DecoderConfig, FrontModule, Rope
+from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
+from engine.models.front_module import Carried, FrontModule
 from engine.models.head_figures import TokenFigures, head_figures, is_read_in_backward, scaled_logits
+from engine.models.ropes import Rope
 from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.rope import inverse_frequencies, yarn_frequencies

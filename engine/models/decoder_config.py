@@ -20,69 +20,12 @@ from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
 from engine.layers.context import LayerContext, TrainingPlan
 from engine.layers.mlp import Activation
-from engine.layers.module import ShardedModule, ShardEntry
+from engine.models.front_module import FrontModule
+from engine.models.ropes import Rope
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.attention.context_parallel import Method
 from engine.ops.attention.token_context import AuxiliaryLoss, ContextPart
 from engine.ops.kernels import Attention
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeScaling:
-    """Frequency scaling of rotary embeddings.
-
-    Args:
-        kind: "linear" (position interpolation, arXiv 2306.15595), "llama3" (Llama 3.1's smooth band-wise scaling),
-            "yarn" (band-wise by pairs of features, arXiv 2309.00071) or "longrope" (a factor for each frequency, arXiv
-            2402.13753).
-        factor: how much longer the new context is; unused by "longrope".
-        low_freq_factor, high_freq_factor, original_length: the band edges of "llama3" and "yarn", in turns over the
-            length of pretraining; unused by the others.
-        factors: of "longrope", one for each pair of features.
-        table_scale: of "longrope" and "yarn": cos and sin are multiplied by it.
-        whole_pairs: of "yarn": band edges are moved out to whole pairs of features.
-    """
-
-    kind: Literal["linear", "llama3", "longrope", "yarn"]
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
-    factors: tuple[float, ...] = ()
-    table_scale: float = 1.0
-    whole_pairs: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueryGrowth:
-    """How queries grow with their position p: they are multiplied by 1 + factor log(1 + floor(p / length)), as those of
-    Llama 4 are."""
-
-    factor: float
-    length: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rope:
-    """One rotary embedding.
-
-    Args:
-        theta: base of the wavelengths; None turns nothing.
-        scaling: of its frequencies.
-        axes: the kind of position that each pair of features is turned by: 0 in time, 1 in height, 2 in width; empty
-            where positions are of one kind.
-        width: features that its tables are of; None for the config's.
-        turned_pairs: the first pairs of features, which are turned as wide heads are, while others are not; None for
-            all.
-        growth: it is for queries alone, which it multiplies too.
-    """
-
-    theta: float | None
-    scaling: RopeScaling | None = None
-    axes: tuple[int, ...] = ()
-    width: int | None = None
-    turned_pairs: int | None = None
-    growth: QueryGrowth | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,43 +283,6 @@ class LayerVariant:
     def unread_modules(self, config: DecoderConfig) -> tuple[str, ...]:
         """Returns the modules whose weights never have a gradient."""
         return ()
-
-
-class FrontModule(ShardedModule):
-    """A model that the first part runs between the embedding and the first layer."""
-
-    stays_whole: ClassVar[bool] = False
-    """Whether its weights are neither sharded nor offloaded: ranks run it or not, as their micro-batches have it."""
-
-    @property
-    def trained(self) -> list[ShardEntry]:
-        """The parameters that train."""
-        raise NotImplementedError
-
-    def placed(self, x: Tensor, batch: Batch, *, adapters: bool, step: Tensor | None) -> Tensor:
-        """Returns the residual stream with features in their places, and below it features for later layers.
-
-        Args:
-            x: token embeddings, [T, hidden] (or [T / tp, hidden]).
-            adapters: False leaves adapters out.
-            step: int64 0-dim, the optimizer step, a coordinate of what adapters drop; None drops nothing.
-        """
-        raise NotImplementedError
-
-    def carried(self, batch: Batch, *, adapters: bool, step: Tensor | None) -> Tensor:
-        """Returns the features that stand beside the stream, [`Front.num_carried`, `Front.carried_width`]."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class Carried(ContextPart):
-    """Rows that stand beside the stream for all layers.
-
-    Args:
-        rows: of each of the config's fronts, [`Front.num_carried`, `Front.carried_width`]; None where it has none.
-    """
-
-    rows: tuple[Tensor | None, ...]
 
 
 class Front:

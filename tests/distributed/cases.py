@@ -23,7 +23,8 @@ from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder, build_decoder
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
+from engine.models.ropes import Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.quantized_backends import choose_quantized

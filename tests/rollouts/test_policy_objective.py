@@ -26,7 +26,8 @@ from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.linear_cross_entropy import LossKernels, Statistics, combine_statistics, linear_cross_entropy
 from engine.layers.context import TrainingPlan
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
+from engine.models.ropes import Rope
 from engine.objectives.build import build_objective
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy

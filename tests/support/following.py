@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
+from engine.models.ropes import Rope
 from engine.ops.kernels import REFERENCE, Kernels
 from tests.support.small_training import SmallTraining
 

@@ -22,8 +22,9 @@ from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.transfer_meter import METER, Moved, TransferMeter
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
 from engine.models.flops import forward_flops, step_flops, trained_work
+from engine.models.ropes import Rope
 from engine.telemetry import rank_file
 from engine.telemetry.rank_file import RankFile
 from engine.training.reports import flops_ceiling

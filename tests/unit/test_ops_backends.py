@@ -14,7 +14,8 @@ import torch
 from engine.errors import UserError
 from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
+from engine.models.ropes import Rope
 from engine.ops import backends
 from engine.ops.backends import NATIVE, choose_kernels
 from engine.ops.kernels import REFERENCE

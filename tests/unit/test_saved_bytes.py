@@ -16,8 +16,9 @@ from engine.kernels.native.loader import native_status
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import initialise_weights
+from engine.models.ropes import Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels

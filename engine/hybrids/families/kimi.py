@@ -17,11 +17,12 @@ from engine.experts.families.deepseek import latent_decoder
 from engine.experts.families.routed import balanced_sizes, later_tokens, read_routed
 from engine.experts.layers.latent_attention import LatentSizes
 from engine.hybrids.layers.kimi_delta import LINEARS, NAME, KimiDeltaSizes
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.family import Family
 from engine.models.families.reading import check_layer_types
 from engine.models.names import NameMap
+from engine.models.ropes import Rope
 from engine.sentences import as_written
 
 _MLP = ("gate_proj", "up_proj", "down_proj")

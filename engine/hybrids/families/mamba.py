@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.experts.families.routed import requested_balance, routed_sizes
 from engine.hybrids.layers.mamba2 import NAME, MambaSizes
 from engine.hybrids.layers.shared_mlp import SharedMLP
-from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
+from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
@@ -25,6 +25,7 @@ from engine.models.families.reading import (
     rotating_part,
 )
 from engine.models.names import SHARED_EXPERT_GATE_UP, NameMap
+from engine.models.ropes import Rope
 from engine.models.stacked_parts import StackedPart
 
 MIXER = ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj")

@@ -14,10 +14,11 @@ from engine.experts.families.routed import compared_by_group, routed_sizes
 from engine.hybrids.families.mamba import MIXER, PARAMETERS, check_sizes, listed_types
 from engine.hybrids.layers.mamba2 import NAME, MambaSizes
 from engine.hybrids.layers.single_branches import SingleBranches
-from engine.models.decoder_config import DecoderConfig, LayerVariant, Rope
+from engine.models.decoder_config import DecoderConfig, LayerVariant
 from engine.models.families.family import Family
 from engine.models.families.reading import check_layer_types, check_required, decoder_config, filled
 from engine.models.names import NameMap, Spelling
+from engine.models.ropes import Rope
 
 NAMES = NameMap(
     layer_modules={

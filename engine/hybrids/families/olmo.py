@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.hybrids.layers.gated_delta_net import NAME, DeltaSizes
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     BOTH_NORMS_MODULES,
@@ -18,6 +18,7 @@ from engine.models.families.reading import (
     filled,
 )
 from engine.models.names import NameMap
+from engine.models.ropes import Rope
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_proj")
 _OUTPUT_NORM = "attention_output_norm"

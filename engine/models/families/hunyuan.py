@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, check_required, decoder_config, filled
 from engine.models.names import NameMap
+from engine.models.ropes import Rope
 
 MODULES = {
     **PRE_NORM_MODULES,

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind, Rope, RopeScaling
+from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.models.families.checking import rope_value
 from engine.models.families.family import Family
 from engine.models.families.reading import (
@@ -22,6 +22,7 @@ from engine.models.families.reading import (
     rotating_part,
 )
 from engine.models.names import GATE_UP, QKV
+from engine.models.ropes import Rope, RopeScaling
 
 FUSED = (QKV, GATE_UP)
 

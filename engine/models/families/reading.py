@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind, Rope, RopeScaling
+from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.models.families.checking import rope_value
 from engine.models.names import NameMap
+from engine.models.ropes import Rope, RopeScaling
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config
 from engine.models.names import KEY_VALUE, QKV, VISION_QKV, NameMap
+from engine.models.ropes import Rope
 from engine.vision.layers.cross_attention import CrossAttentionSizes
 from engine.vision.layers.fronts import ImageEncoder, ImageTower
 from engine.vision.layers.token_experts import TokenExperts

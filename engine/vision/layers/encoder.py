@@ -32,7 +32,7 @@ from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardEntry
 from engine.layers.plain_module import PlainModule, TileDropout
-from engine.models.decoder_config import FrontModule
+from engine.models.front_module import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
 from engine.vision.tile_shares import TileShare, deal_out

@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Change, str]] = {
     ),
     "an odd key": (_record(image={"one": "x.png"}, conversations=_asks("one")), "expected one like <image_00>"),
     "a part without a path": (_record(messages=_parts({"type": "image"}, TEXT)), "an image without a path"),
-    "a video": (_record(messages=_parts({"type": "video", "video": "x.mp4"}, TEXT)), "no part of type text or image"),
+    "a video": (_record(messages=_parts({"type": "video", "video": "x.mp4"}, TEXT)), "no list of the files of a video"),
     "a part that is a number": (_record(messages=_parts(IMAGE, 3)), "messages[0].content[1]"),  # type: ignore[arg-type]
     "tools": (
         _record(images=["x.png"], messages=[*_asks("<image>"), {"role": "tool", "content": "4"}, ANSWER]),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.context import LayerContext
 from engine.layers.mlp import MLP
 from engine.models.decoder_config import LayerPlace, LayerVariant
 from engine.models.decoder_layer import plain_mlp
@@ -32,6 +31,23 @@ class MLPFactors(LayerVariant):
         return plain_mlp(place, make=partial(ScaledMLP, factors=self))
 
 
+class _ScaledGate(torch.autograd.Function):
+    """Multiplies the first half of the columns of [gate | up] where they are, and those of its gradient: the linear
+    that makes [gate | up] keeps nothing of it, and the one that reads it makes the gradient for this alone."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.mark_dirty(both)
+        both.chunk(2, dim=1)[0].mul_(factor)
+        return both
+
+    @staticmethod
+    def backward(ctx: Any, d_both: Tensor) -> tuple[Tensor, None]:
+        d_both.chunk(2, dim=1)[0].mul_(ctx.factor)
+        return d_both, None
+
+
 class ScaledMLP(MLP):
     """The MLP of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
@@ -40,19 +56,13 @@ class ScaledMLP(MLP):
         more: of `MLP`.
     """
 
-    def __init__(
-        self, prefix: str, *, factors: MLPFactors, intermediate: int, build: LayerContext, **more: Any
-    ) -> None:
-        super().__init__(prefix, intermediate=intermediate, build=build, **more)
-        self._output = factors.output
-        self._factors: Tensor | None = None
-        if factors.gate != 1.0:
-            width = intermediate // build.layout.tp.size
-            self._factors = torch.ones(2 * width, dtype=build.dtype, device=build.device)
-            self._factors[:width] = factors.gate
+    def __init__(self, prefix: str, *, factors: MLPFactors, **more: Any) -> None:
+        super().__init__(prefix, **more)
+        self._numbers = factors
 
     def finish(self, both: Tensor, context: TokenContext) -> Tensor:
-        if self._factors is not None:
-            both = both * self._factors
+        numbers = self._numbers
+        if numbers.gate != 1.0:
+            both = _ScaledGate.apply(both.clone() if both._is_view() else both, numbers.gate)
         y = super().finish(both, context)
-        return y if self._output == 1.0 else y * self._output
+        return y if numbers.output == 1.0 else y * numbers.output

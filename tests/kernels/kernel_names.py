@@ -15,6 +15,7 @@ KERNELS = (
     "cross_entropy",
     "quantize",
     "paged_attention",
+    "sampling",
     "chunks",
     "gated_norm",
     "short_conv",

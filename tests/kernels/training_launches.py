@@ -222,8 +222,8 @@ def norm_cases(width: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, dropout, sums of rows, and the
-    loss."""
+    """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, dropout, sums of rows, the
+    choice of a token, and the loss."""
     empty = partial(torch.empty, dtype=dtype)
     tokens, half = sizes.tokens, sizes.head_dim // 2
     heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -267,6 +267,11 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
         for weights in (None, empty(tokens, 8)):
             TRITON.combine_rows(empty(8 * tokens, sizes.hidden), rows, weights)
 
+    def sampling() -> None:
+        assert TRITON.gumbel_argmax is not None
+        rows = torch.zeros(64, dtype=torch.int64)
+        TRITON.gumbel_argmax(torch.empty(64, sizes.vocabulary), rows, rows, first_id=0, key=(1, 2))
+
     def loss() -> None:
         logits, one = empty(tokens, sizes.vocabulary), torch.empty(tokens)
         targets = torch.zeros(tokens, dtype=torch.int64)
@@ -274,7 +279,7 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
         TRITON.loss.gradient(logits, targets, one, one, one, one)
 
     yield from norm_cases(sizes.hidden, tokens, dtype)
-    for launch in (swiglu, rope, head_norm, drop, combine, loss):
+    for launch in (swiglu, rope, head_norm, drop, combine, sampling, loss):
         yield Case(f"{sizes.name} {launch.__name__}", launch)
     yield Case(f"{sizes.name} swiglu with codes", swiglu_codes, E4M3_SINCE)
 

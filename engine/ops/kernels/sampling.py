@@ -22,4 +22,4 @@ class GumbelArgmax(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-GUMBEL_ARGMAX = Op(native=generation.gumbel_argmax)
+GUMBEL_ARGMAX = Op(native=generation.gumbel_argmax, triton="engine.kernels.triton.sampling:gumbel_argmax")

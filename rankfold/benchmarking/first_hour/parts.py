@@ -144,7 +144,8 @@ PARTS = (
            "tests/kernels/test_triton_aligned.py"),
     _tests("loss", "tests/kernels/test_triton_cross_entropy.py tests/kernels/test_linear_cross_entropy.py "
            "tests/kernels/test_extreme_scores.py"),
-    _tests("generation", "tests/kernels/test_triton_paged_attention.py tests/kernels/test_triton_backend.py"),
+    _tests("generation", "tests/kernels/test_triton_paged_attention.py tests/kernels/test_triton_sampling.py "
+           "tests/kernels/test_triton_backend.py"),
     _tests("hybrids", "tests/kernels/test_triton_hybrids.py"),
     _tests("training", "tests/kernels/test_triton_training.py"),
     _tests("graphs", "tests/unit/test_cuda_graph.py tests/unit/test_varlen_attention.py"),

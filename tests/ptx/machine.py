@@ -130,6 +130,8 @@ class Machine:
                 case _ if chosen is None or chosen.any():
                     self._steps(at)(self, chosen)
             at += 1
+        if at == len(self.program.instructions):
+            raise self.fault("ends without a ret")
         _wait(waiting, at, mask)
 
     def _chosen(self, instruction: Instruction, active: Active) -> Active:

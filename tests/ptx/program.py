@@ -114,7 +114,7 @@ class Program:
     """Registers that any instruction may write. Of another one the value never matters, as the compiler knows."""
 
 
-_ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\n\{\n(.*?)\n\}", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\n\{\n(.*)\n\}", re.DOTALL)  # scopes inside end like it
 _LABEL = re.compile(r"^([$\w]+):\s*")
 _DECLARED = re.compile(r"^\.reg\s+\.(\w+)\s+(.*)$")
 _LOCATION = re.compile(r"^\.loc\s+(\d+)\s+(\d+)")

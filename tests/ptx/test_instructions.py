@@ -8,8 +8,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.ptx import numbers
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.ptx import numbers, small_kernels
 from tests.ptx.assembly import each_thread, kernel
+from tests.ptx.launching import compile_kernel
 
 RANDOM = np.random.default_rng(0)
 LANES = np.arange(32)
@@ -361,3 +364,25 @@ def test_products_of_a_warp(kind: str) -> None:
     )
     exact = (a.double() @ b.double() + c.double()).float()
     assert torch.equal(out, torch.stack([exact[group + 8 * (i // 2), 2 * member + i % 2] for i in range(4)], 1))
+
+
+@pytest.mark.parametrize("x_turned", [0, 1])
+@pytest.mark.parametrize("y_turned", [0, 1])
+@pytest.mark.parametrize(("columns", "dtype"), [(16, "bf16"), (32, "fp16"), (128, "bf16"), (32, "fp32")])
+def test_products_of_four_warps(columns: int, dtype: str, x_turned: int, y_turned: int) -> None:
+    """wgmma as Triton writes it: operands in rows of 32 to 128 swizzled bytes, and with columns for rows."""
+    if isinstance(small_kernels.turned_product, InterpretedFunction):
+        pytest.skip("kernels are interpreted in this process")
+    computed = compile_kernel(
+        small_kernels.turned_product,
+        {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "out_ptr": "*fp32"},
+        {"N": columns, "X_TURNED": x_turned, "Y_TURNED": y_turned},
+        arch=90,
+    )
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    draw = torch.Generator().manual_seed(columns)
+    x, y = (torch.randint(-8, 8, (64, width), generator=draw).to(kind) for width in (64, columns))
+    out = torch.zeros(64, columns)
+    computed.launch((1,), [x, y.t().contiguous() if y_turned else y, out])
+    assert torch.equal(out, ((x.t() if x_turned else x).double() @ y.double()).float())
+    assert any(name.startswith(f"wgmma.mma_async.sync.aligned.m64n{columns}k") for name in computed.opcodes())

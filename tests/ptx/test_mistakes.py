@@ -14,12 +14,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.ptx import mistaken_kernels
+from tests.ptx import small_kernels
 from tests.ptx.assembly import kernel
 from tests.ptx.faults import Fault
 from tests.ptx.launching import Kernel, compile_kernel
 
-if not hasattr(mistaken_kernels.copy_rows, "arg_names"):
+if not hasattr(small_kernels.copy_rows, "arg_names"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 SIZE = 256
@@ -37,7 +37,7 @@ def test_an_index_of_32_bits_overflows() -> None:
     rows.copy_(torch.arange(3 * SIZE).view(3, SIZE) % 100)
     for wide in (1, 0):
         copied = compile_kernel(
-            mistaken_kernels.copy_rows,
+            small_kernels.copy_rows,
             {"x_ptr": "*i8", "out_ptr": "*i8", "stride": "i32"},
             {"WIDE": wide, "COLUMNS": SIZE},
         )
@@ -59,7 +59,7 @@ def test_fused_products_and_sums_change_bits() -> None:
     x, y, z = _random(3, SIZE)
     signature = dict.fromkeys(("x_ptr", "y_ptr", "z_ptr", "out_ptr"), "*fp32")
     for fusion, same in ((False, True), (True, False)):
-        computed = compile_kernel(mistaken_kernels.multiply_and_add, signature, {"SIZE": SIZE}, enable_fp_fusion=fusion)
+        computed = compile_kernel(small_kernels.multiply_and_add, signature, {"SIZE": SIZE}, enable_fp_fusion=fusion)
         out = torch.empty(SIZE)
         computed.launch((1,), [x, y, z, out])
         assert torch.equal(out, x * y + z) == same
@@ -72,7 +72,7 @@ def test_products_of_float32_in_tf32_are_inexact(arch: int) -> None:
     exact = x.double() @ y.double()
     for precision, error in (("ieee", 1e-6), ("tf32", 1e-3)):
         computed = compile_kernel(
-            mistaken_kernels.multiply,
+            small_kernels.multiply,
             dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), "*fp32"),
             {"SIZE": 64, "PRECISION": precision},
             arch=arch,
@@ -89,14 +89,14 @@ def test_what_was_stored_is_read_without_a_barrier() -> None:
     x = _random(64, 64)
     for waits in (1, 0):
         turned = compile_kernel(
-            mistaken_kernels.turn_over, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"SIZE": 64, "WAITS": waits}
+            small_kernels.turn_over, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"SIZE": 64, "WAITS": waits}
         )
         out = torch.empty(2, 64, 64)
         if waits:
             turned.launch((1,), [x, out])
             assert torch.equal(out[1], x.flip(0))
         else:
-            with pytest.raises(Fault, match=r"reads what another warp, with no barrier .* \(mistaken_kernels.py:\d+\)"):
+            with pytest.raises(Fault, match=r"reads what another warp, with no barrier .* \(small_kernels.py:\d+\)"):
                 turned.launch((1,), [x, out])
 
 
@@ -104,7 +104,7 @@ def test_atomic_sums_have_no_order() -> None:
     x = _random(3, SIZE)
     for atomic in (0, 1):
         added = compile_kernel(
-            mistaken_kernels.add_up, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"SIZE": SIZE, "ATOMIC": atomic}
+            small_kernels.add_up, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"SIZE": SIZE, "ATOMIC": atomic}
         )
         out = torch.zeros_like(x)
         if atomic:
@@ -119,7 +119,7 @@ def test_two_blocks_write_one_place() -> None:
     x = _random(3, SIZE)
     for apart in (SIZE, SIZE - 1):
         written = compile_kernel(
-            mistaken_kernels.write_rows, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"SIZE": SIZE, "APART": apart}
+            small_kernels.write_rows, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"SIZE": SIZE, "APART": apart}
         )
         out = torch.zeros_like(x)
         if apart == SIZE:
@@ -133,12 +133,12 @@ def test_two_blocks_write_one_place() -> None:
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_block_reads_what_another_writes(by: int) -> None:
     """Of 40 blocks, more than lie side by side, in whatever order."""
-    shifted = compile_kernel(mistaken_kernels.shift_rows, {"x_ptr": "*fp32"}, {"SIZE": SIZE, "BY": 40})
+    shifted = compile_kernel(small_kernels.shift_rows, {"x_ptr": "*fp32"}, {"SIZE": SIZE, "BY": 40})
     x = _random(80, SIZE)
     expected = x[:40].clone()
     shifted.launch((40,), [x])
     assert torch.equal(x[40:], expected)
-    shifted = compile_kernel(mistaken_kernels.shift_rows, {"x_ptr": "*fp32"}, {"SIZE": SIZE, "BY": by})
+    shifted = compile_kernel(small_kernels.shift_rows, {"x_ptr": "*fp32"}, {"SIZE": SIZE, "BY": by})
     with pytest.raises(Fault, match="(reads|writes) what another block (reads|writes)"):
         shifted.launch((40,), [_random(42, SIZE)[1:]])
 
@@ -146,7 +146,7 @@ def test_a_block_reads_what_another_writes(by: int) -> None:
 def test_a_mask_is_missing() -> None:
     for checked in (1, 0):
         copied = compile_kernel(
-            mistaken_kernels.copy_masked,
+            small_kernels.copy_masked,
             {"x_ptr": "*fp32", "out_ptr": "*fp32", "length": "i32"},
             {"SIZE": SIZE, "CHECKED": checked},
         )
@@ -181,7 +181,7 @@ def test_a_masked_load_leaves_a_register_unwritten() -> None:
 def _multiplies(arch: int) -> tuple[str, int]:
     """Returns the PTX of a product of 64 x 64 that loads its operands asynchronously, and its shared bytes."""
     compiled = compile_kernel(
-        mistaken_kernels.looped_product,
+        small_kernels.looped_product,
         {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*fp32"},
         {"SIZE": 64, "LENGTH": 256},
         arch=arch,
@@ -237,6 +237,24 @@ def test_a_wide_access_has_to_begin_at_its_multiple() -> None:
     kernel(body, parameters=1).launch((1,), [x])
     with pytest.raises(Fault, match="accesses 16 bytes at no multiple of 16"):
         kernel(body, parameters=1).launch((1,), [x[1:]])
+
+
+def test_scopes_are_no_end_of_a_kernel() -> None:
+    """Triton's own assembly opens some, with braces at the beginning of a line."""
+    body = """
+	ld.param.b64 %rd1, [small_param_0];
+	mov.u32 %r1, %tid.x;
+	// begin inline asm
+	{
+add.u32 %r2, %r1, 5;
+}
+	// end inline asm
+	mad.wide.u32 %rd2, %r1, 4, %rd1;
+	st.global.b32 [%rd2], %r2;
+"""
+    out = torch.zeros(32, dtype=torch.int32)
+    kernel(body, parameters=1).launch((1,), [out])
+    assert torch.equal(out, torch.arange(5, 37, dtype=torch.int32))
 
 
 def test_an_unknown_instruction_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Small kernels with mistakes that Triton's interpreter forgives, and what each should have been."""
+"""Small kernels: with mistakes that the interpreter of Triton forgives and without them, and products."""
 
 from __future__ import annotations
 
@@ -86,3 +86,17 @@ def looped_product(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr, LENGTH: tl.constex
         y = tl.load(y_ptr + (start + near[:, None]) * SIZE + near[None, :])
         total = tl.dot(x, y, total)
     tl.store(out_ptr + near[:, None] * SIZE + near[None, :], total)
+
+
+@triton.jit
+def turned_product(x_ptr, y_ptr, out_ptr, N: tl.constexpr, X_TURNED: tl.constexpr, Y_TURNED: tl.constexpr):
+    """x [64, 64] @ y [64, N], each of which may lie with its columns for rows."""
+    long, near = tl.arange(0, 64), tl.arange(0, N)
+    x = tl.load(x_ptr + long[:, None] * 64 + long[None, :])
+    if Y_TURNED:
+        y = tl.trans(tl.load(y_ptr + near[:, None] * 64 + long[None, :]))
+    else:
+        y = tl.load(y_ptr + long[:, None] * N + near[None, :])
+    if X_TURNED:
+        x = tl.trans(x)
+    tl.store(out_ptr + long[:, None] * N + near[None, :], tl.dot(x, y))

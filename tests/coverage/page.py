@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.models.families import FAMILIES
+
 DOCS = Path(__file__).parents[2] / "docs"
 JSON, PAGE = DOCS / "models.json", DOCS / "models.md"
 EXACT, ROUNDING = 1e-5, 1e-4
@@ -30,6 +32,9 @@ against one process, with adapters on stacks of experts too. `export`: adapters 
 transformers opens, against the losses they were trained with; *merged* where PEFT cannot take the adapter; a model
 trained in full is written bit for bit as `save_pretrained` does. A dash is refused, or not the same, which a run
 refuses at its start; nothing where it was not run, or where transformers has no expert plan.
+
+A run takes the engine's own layers where it has them, which it does for the types in **bold**: what is said of these
+here is what `model.implementation: adopted` does. The engine's own layers with states pack documents into rows.
 """.splitlines()
     + [""]
 )
@@ -44,7 +49,7 @@ def page(found: dict[str, Any]) -> str:
         "Models",
         [*_INTRODUCTION, *(f"- {sentence}" for sentence in sentences(found)), "", *_COLUMNS],
         columns,
-        {name: _cells(one) for name, one in sorted(right.items())},
+        {f"**{name}**" if name in FAMILIES else name: _cells(one) for name, one in sorted(right.items())},
         {
             "Layouts that are refused": _refusals(right),
             "Refused": [f"- {name}: {shortened(_reason(one), _LONGEST)}" for name, one in sorted(rest.items())],

@@ -105,13 +105,21 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
     )
 
 
+def block_linears(decoder: DecoderConfig) -> tuple[str, ...]:
+    """Returns the names of the linears of attention and MLP, which carry adapters where no target is named."""
+    absent = set(first_linears("silu")) - set(first_linears(decoder.activation))  # of an MLP without a gate
+    names = tuple(name for name in BLOCK_LINEARS if name not in absent)
+    for variant in decoder.variants:
+        names = variant.linears(names)
+    return names
+
+
 def _meant_targets(lora: LoraOptions, decoder: DecoderConfig) -> LoraOptions:
     """Returns the options with the model's own linears in place of those of a plain layer, where these are the targets
     by default or by all-linear."""
     by_default = lora.targets == BLOCK_LINEARS
     if by_default and not decoder.all_linears:
-        absent = set(first_linears("silu")) - set(first_linears(decoder.activation))  # of an MLP without a gate
-        lora = replace(lora, targets=tuple(name for name in BLOCK_LINEARS if name not in absent))
+        lora = replace(lora, targets=block_linears(decoder))
     if decoder.usual_linears and (by_default or lora.targets == (ALL_LINEARS,)):
         return replace(lora, targets=(*lora.targets, *decoder.usual_linears))
     if not decoder.all_linears:

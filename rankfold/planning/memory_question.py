@@ -25,7 +25,6 @@ from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.layers.recompute import Level
-from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
 from engine.planning.machine import MACHINES, Machine, machine_for
@@ -35,7 +34,7 @@ from engine.planning.search import SearchRequest, SearchResult, search
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.telemetry.progress import Progress
-from engine.training.module_plan import decoder_in_training, training_plan
+from engine.training.module_plan import block_linears, decoder_in_training, training_plan
 
 GIB = 2**30
 PLACES = ("weights", "optimizer", "activations")
@@ -110,7 +109,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
     family, text = family_of(hf_config)
     return answer_for(
         hf_config,
-        config_of(arguments, folder or arguments.model, _linears_of_a_layer(family.config_from_hf(text))),
+        config_of(arguments, folder or arguments.model, block_linears(family.config_from_hf(text))),
         folder=folder,
         devices=arguments.gpus,
         gpu_memory=arguments.gpu_memory,
@@ -251,14 +250,6 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
         advice = instead_of(path, "give a model or its config.json")
         raise UserError(f"--model is {path}, which is neither a folder nor a file{advice}.")
     return read_json(place, "give a model's config.json as --model"), None
-
-
-def _linears_of_a_layer(decoder: DecoderConfig) -> tuple[str, ...]:
-    """Returns the names of the linears that carry adapters where --targets is not given."""
-    names = BLOCK_LINEARS
-    for variant in decoder.variants:
-        names = variant.linears(names)
-    return names
 
 
 def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...] = BLOCK_LINEARS) -> RunConfig:

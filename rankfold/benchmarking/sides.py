@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from engine.errors import UserError
+from engine.models.families import family_of
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import choose_device, set_up
-from rankfold.benchmarking.model import Side, draw_batches
+from rankfold.benchmarking.model import Side, draw_batches, hf_config
 from rankfold.benchmarking.options import PADDED, ModelOptions, chosen_names
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peers import Peers, find_peers
@@ -54,7 +56,17 @@ PEER_KINDS = {
 
 
 def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, SideKind], Peers]:
-    """Returns the engine and the peers of this section that can run here, by name in tables; and those that cannot."""
+    """Returns the engine and the peers of this section that can run here, by name in tables; and those that cannot.
+
+    Raises:
+        UserError: the sides would have other adapters.
+    """
+    family, _ = family_of(hf_config(options), options.implementation)
+    if family.fused:
+        raise UserError(
+            f"--model-type {options.model_type} stores several linears as one, on which PEFT would put one adapter and "
+            "the engine's side one on each: choose another type, or add --implementation adopted."
+        )
     peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
     if options.model_type != "llama":
         peers = peers.without("liger", "here for a Llama alone")

@@ -112,6 +112,13 @@ def test_padded_documents_compute_the_same(kind: str) -> None:
     assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
 
 
+def test_types_whose_adapters_would_differ_are_refused() -> None:
+    options = StepOptions(**TINY, model_type="phi3", device="cpu")
+    with pytest.raises(UserError, match="--model-type phi3 stores several linears as one, .* another type"):
+        find_sides(options, CPU)
+    assert find_sides(replace(options, implementation="adopted"), CPU)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 def test_memory_is_measured(tables: tuple[Table, dict, list[str]]) -> None:
     _, record, sides = tables

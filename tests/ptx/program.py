@@ -194,8 +194,9 @@ def _declare(program: Program, kind: str, names: str) -> None:
     for one in names.split(","):
         ranged = re.fullmatch(r"\s*(%?\w+)<(\d+)>\s*", one)
         found = [f"{ranged[1]}{number}" for number in range(int(ranged[2]))] if ranged else [one.strip()]
-        for name in found:
-            program.registers[name] = Register(name, len(program.registers), WIDTHS[kind])
+        for name in found:  # one of a scope is declared in each, see `_without_scopes`
+            known = program.registers.setdefault(name, Register(name, len(program.registers), WIDTHS[kind]))
+            assert known.dtype == WIDTHS[kind], f"{name} is declared with two types"
 
 
 def _instruction(program: Program, statement: str, place: str) -> Instruction:

@@ -143,6 +143,10 @@ def test_a_fused_sum_is_rounded_once() -> None:
     np.testing.assert_array_equal(found[[0, 16]], np.float32([-(u**2), 1 + 2 * v + 2.0**-23]))
     apart = each_thread("mul.rn.f32 %r1, {0}, {1};\nadd.rn.f32 {out}, %r1, {2};", *given, result=np.float32)
     np.testing.assert_array_equal(apart[[0, 16]], np.float32([0, 1 + 2 * v]))
+    u = 2.0**-30
+    given = [np.float64(one).repeat(32) for one in (1 + u, 1 - u, -1)]
+    found = each_thread("fma.rn.f64 {out}, {0}, {1}, {2};", *given, result=np.float64)
+    np.testing.assert_array_equal(found, -(u**2))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])

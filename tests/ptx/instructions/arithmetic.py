@@ -42,6 +42,11 @@ def _fused(a: Any, b: Any, c: Any) -> Any:
     return np.where(odd, bits + away, bits).view(np.float64).astype(np.float32)
 
 
+def _fused_wide(a: Array, b: Array, c: Array) -> Array:
+    """Computes in 80 bits, where there are some, which a product of fp64 does not fit: the last bit may differ."""
+    return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float64)
+
+
 _FLOATS: dict[str, _Function] = {
     "add": np.add,
     "sub": np.subtract,
@@ -74,9 +79,7 @@ def _floats(instruction: Instruction) -> Execute:
     if kind in ("bf16", "f16", "bf16x2", "f16x2"):
         return _elementwise(instruction, _by_halves(function, kind), WIDTHS[kind])
     if kind == "f64":
-        if function is _fused:
-            raise unknown(instruction)
-        return _elementwise(instruction, function, np.float64)
+        return _elementwise(instruction, _fused_wide if function is _fused else function, np.float64)
     if "ftz" in modifiers:
         return _elementwise(instruction, _flushed(function), np.float32)
     return _elementwise(instruction, function, np.float32)

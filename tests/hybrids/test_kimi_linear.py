@@ -76,8 +76,7 @@ def test_targets(tmp_path: Path) -> None:
         plan = training_plan(config, model.decoder, model.names)
         return [name for name in every if plan.adapter(name) is not None]
 
-    assert adapted(targets=("all-linear",)) == every
-    assert adapted() == [name for name in every if ".kv_" not in name]  # as in other models with latent attention
+    assert adapted(targets=("all-linear",)) == adapted() == every
     narrow = [name for name in every if name.endswith(("f_a_proj", "f_b_proj"))]
     assert adapted(targets=("forget_gate.f_a_proj", "f_b_proj")) == narrow
     with pytest.raises(UserError, match="q_conv1d"):

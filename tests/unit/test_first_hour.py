@@ -214,11 +214,17 @@ def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
 
 def test_tests_out_of_time_report_what_failed_before(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
-        "import time\ndef test_a(): assert 0\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n"
+        "import pathlib, time\ndef test_a(): assert 0\ndef test_c(): pass\n"
+        f"def test_b(): pathlib.Path({str(tmp_path / 'waits')!r}).touch(); time.sleep(600)\n"
     )
-    done = run_part(1, replace(_tests(tmp_path), seconds=5.0), tmp_path)
-    assert done.status == "out of time"
-    assert "test_it::test_a" in json.loads((tmp_path / "01-tests.json").read_text())["failed"]
+    part = _tests(tmp_path)
+    command = part.command(tmp_path / "it")
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        while not (tmp_path / "waits").exists() and process.poll() is None:
+            time.sleep(0.05)
+        first_hour._end(process, interrupt=True)
+    record = first_hour._record(tmp_path / "it", part)
+    assert record is not None and "test_it::test_a" in record["failed"]
 
 
 def test_a_part_that_does_not_end_at_an_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

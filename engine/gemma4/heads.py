@@ -17,29 +17,29 @@ from torch import Tensor
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.gemma4.beside import offer
-from engine.layers.attention import Attention, Heads, attend, attention_linears, check_heads
+from engine.layers.attention import Attention, Heads, attend, check_heads
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
-from engine.models.decoder_layer import plain_attention
+from engine.models.decoder_config import DecoderConfig, LayerPlace
+from engine.models.decoder_layer import placed_linears, plain_attention
 from engine.models.names import QKV
+from engine.models.some_layers import SomeLayers
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.norm import rmsnorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NormedValues(LayerVariant):
+class NormedValues(SomeLayers):
     """Layers whose attention normalises its values.
 
     Args:
-        layers: these.
+        layers: as of `SomeLayers`.
         num_kv_heads, dim: of their heads; query heads are as many as the config's.
         are_keys: values are what keys are made from, so that there is no linear for them.
         fuses: one adapter may stand over query, key and value, whose sizes are the config's.
     """
 
-    layers: tuple[int, ...]
     num_kv_heads: int
     dim: int
     are_keys: bool
@@ -52,9 +52,6 @@ class NormedValues(LayerVariant):
     @property
     def values_are_keys(self) -> bool:
         return self.are_keys
-
-    def applies(self, index: int) -> bool:
-        return index in self.layers
 
     def attention(self, place: LayerPlace) -> ValueNormAttention:
         heads = Heads(queries=place.config.num_heads, keys=self.num_kv_heads, dim=self.dim)
@@ -97,17 +94,8 @@ def _linears(place: LayerPlace, sizes: NormedValues, heads: Heads) -> tuple[Colu
     check_heads(heads.queries, heads.keys, build.layout.tp.size, fused=build.plan.fused(f"{prefix}.qkv_proj"))
     kv_spec = _kv_spec(heads, config.hidden, build)
     names = ("k_proj",) if sizes.are_keys else ("k_proj", "v_proj")
-    return attention_linears(
-        prefix,
-        heads,
-        config.hidden,
-        qkv_bias=config.qkv_bias,
-        out_bias=config.out_bias,
-        first_site=place.attention_site,
-        build=build,
-        sections={"q_proj": heads.q_spec((config.hidden,), build.layout), **dict.fromkeys(names, kv_spec)},
-        fuses=sizes.fuses,
-    )
+    sections = {"q_proj": heads.q_spec((config.hidden,), build.layout), **dict.fromkeys(names, kv_spec)}
+    return placed_linears(place, heads, sections, fuses=sizes.fuses)
 
 
 class ValueNormAttention(Attention):

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from engine.gemma4.beside import beside_of
 from engine.gemma4.heads import NormedValues, ValueNormAttention
-from engine.layers.attention import CachedAttention, Heads, attend, attention_linears, check_heads
+from engine.layers.attention import CachedAttention, Heads, attend, check_heads
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
-from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
-from engine.models.decoder_layer import plain_attention, plain_mlp
+from engine.models.decoder_config import DecoderConfig, LayerPlace
+from engine.models.decoder_layer import placed_linears, plain_attention, plain_mlp
 from engine.models.names import QKV
+from engine.models.some_layers import SomeLayers
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 
@@ -35,20 +36,10 @@ class SharedKeys(NormedValues):
     source: int
 
     def attention(self, place: LayerPlace) -> SharingAttention:
-        config, build, prefix = place.config, place.build, f"{place.prefix}.attention"
+        config, layout = place.config, place.build.layout
         heads = Heads(queries=config.num_heads, keys=self.num_kv_heads, dim=self.dim)
-        check_heads(heads.queries, heads.keys, build.layout.tp.size, fused=False)
-        linears = attention_linears(
-            prefix,
-            heads,
-            config.hidden,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            first_site=place.attention_site,
-            build=build,
-            sections={"q_proj": heads.q_spec((config.hidden,), build.layout)},
-            fuses=False,
-        )
+        check_heads(heads.queries, heads.keys, layout.tp.size, fused=False)
+        linears = placed_linears(place, heads, {"q_proj": heads.q_spec((config.hidden,), layout)}, fuses=False)
         make = partial(SharingAttention, layer=place.index, source=self.source)
         return plain_attention(place, linears, make=make, heads=heads)
 
@@ -66,17 +57,8 @@ class SharedKeys(NormedValues):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeySources(LayerVariant):
-    """Layers that compute as others do, and whose keys and values stay for later ones.
-
-    Args:
-        layers: these.
-    """
-
-    layers: tuple[int, ...]
-
-    def applies(self, index: int) -> bool:
-        return index in self.layers
+class KeySources(SomeLayers):
+    """Layers that compute as others do, and whose keys and values stay for later ones."""
 
 
 class SharingAttention(ValueNormAttention):
@@ -110,19 +92,15 @@ class SharingAttention(ValueNormAttention):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WideMLPs(LayerVariant):
+class WideMLPs(SomeLayers):
     """Layers whose MLP is wider than the others'.
 
     Args:
-        layers: these.
+        layers: as of `SomeLayers`.
         intermediate: its features.
     """
 
-    layers: tuple[int, ...]
     intermediate: int
-
-    def applies(self, index: int) -> bool:
-        return index in self.layers
 
     def mlp(self, place: LayerPlace) -> MLP:
         return plain_mlp(replace(place, config=replace(place.config, intermediate=self.intermediate)))

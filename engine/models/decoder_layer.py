@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from engine.layers.attention import Attention, Heads
+from engine.distributed.sharding import ShardSpec
+from engine.layers.attention import Attention, Heads, attention_linears
 from engine.layers.branch import Branch
 from engine.layers.context import LayerContext
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
@@ -25,6 +27,24 @@ _MLP = TypeVar("_MLP", bound=MLP)
 def config_heads(config: DecoderConfig) -> Heads:
     """Returns the heads of attention that the config has for layers without others."""
     return Heads(queries=config.num_heads, keys=config.num_kv_heads, dim=config.head_dim)
+
+
+def placed_linears(
+    place: LayerPlace, heads: Heads, sections: Mapping[str, ShardSpec], *, fuses: bool = True
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Builds the linears of a layer's attention, of these heads and sections; see `attention_linears`."""
+    config = place.config
+    return attention_linears(
+        f"{place.prefix}.attention",
+        heads,
+        config.hidden,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        first_site=place.attention_site,
+        build=place.build,
+        sections=sections,
+        fuses=fuses,
+    )
 
 
 def plain_attention(

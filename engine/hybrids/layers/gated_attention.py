@@ -9,26 +9,18 @@ import torch
 from torch import Tensor
 
 from engine.distributed.sharding import runs_spec
-from engine.layers.attention import Attention, attend, attention_linears, check_heads
+from engine.layers.attention import Attention, attend, check_heads
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
-from engine.models.decoder_layer import config_heads, plain_attention
+from engine.models.decoder_config import DecoderConfig, LayerPlace
+from engine.models.decoder_layer import config_heads, placed_linears, plain_attention
+from engine.models.some_layers import SomeLayers
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedHeads(LayerVariant):
-    """Layers whose attention is gated.
-
-    Args:
-        layers: these.
-    """
-
-    layers: tuple[int, ...]
-
-    def applies(self, index: int) -> bool:
-        return index in self.layers
+class GatedHeads(SomeLayers):
+    """Layers whose attention is gated."""
 
     def attention(self, place: LayerPlace) -> GatedAttention:
         return plain_attention(place, _linears(place), make=GatedAttention)
@@ -53,16 +45,7 @@ def _linears(place: LayerPlace) -> tuple[ColumnParallelLinear, RowParallelLinear
     runs = [(head * 2 * heads.dim + first, heads.dim) for first in (0, heads.dim) for head in own]
     kv_spec = heads.kv_spec((config.hidden,), layout)
     q_spec = runs_spec((2 * heads.width, config.hidden), runs)
-    return attention_linears(
-        prefix,
-        heads,
-        config.hidden,
-        qkv_bias=config.qkv_bias,
-        out_bias=config.out_bias,
-        first_site=place.attention_site,
-        build=place.build,
-        sections={"q_proj": q_spec, "k_proj": kv_spec, "v_proj": kv_spec},
-    )
+    return placed_linears(place, heads, {"q_proj": q_spec, "k_proj": kv_spec, "v_proj": kv_spec})
 
 
 class GatedAttention(Attention):

@@ -6,22 +6,13 @@ from dataclasses import dataclass
 
 from engine.batch import Batch
 from engine.hybrids.pieces import Pieces
-from engine.models.decoder_config import LayerVariant
 from engine.models.names import QKV
+from engine.models.some_layers import SomeLayers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StateLayers(LayerVariant):
-    """Layers whose mixer carries a state.
-
-    Args:
-        layers: these.
-    """
-
-    layers: tuple[int, ...]
-
-    def applies(self, index: int) -> bool:
-        return index in self.layers
+class StateLayers(SomeLayers):
+    """Layers whose mixer carries a state."""
 
     def context_part(self, batch: Batch) -> Pieces:
         return Pieces.of_batch(batch)

@@ -69,13 +69,19 @@ def draw_words(token_ptr, token_stride, step_ptr, key, rows_T, ok_T, blocks_B):
 
 
 @triton.jit
+def _unpacked(byte_TB):
+    """Returns int1 [T, 8 * B], the bits of int32 bytes, the lowest first."""
+    bit_TB8 = (byte_TB[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return tl.reshape(bit_TB8, [byte_TB.shape[0], 8 * byte_TB.shape[1]]) != 0
+
+
+@triton.jit
 def keep_tile(mask_ptr, mask_stride, rows_T, ok_T, block, num_blocks, BLOCKS: tl.constexpr):
     """Loads int1 [T, 8 * BLOCKS], true where kept, from the `block`-th byte of each row of the mask on."""
     blocks_B = block + tl.arange(0, BLOCKS)
     ok_TB = ok_T[:, None] & (blocks_B < num_blocks)[None, :]
     byte_TB = tl.load(mask_ptr + rows_T[:, None] * mask_stride + blocks_B[None, :], mask=ok_TB, other=0)
-    bit_TB8 = (byte_TB.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-    return tl.reshape(bit_TB8, [rows_T.shape[0], 8 * BLOCKS]) != 0
+    return _unpacked(byte_TB.to(tl.int32))
 
 
 @triton.jit
@@ -182,8 +188,7 @@ def _drop_kernel(
     ok_T = rows_T < num_rows
     blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     byte_TB = draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, first_block + blocks_B)
-    keep_TB8 = (byte_TB[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-    keep_TF = tl.reshape(keep_TB8, [ROWS, 8 * BLOCKS]) != 0
+    keep_TF = _unpacked(byte_TB)
     # a shard may start inside a block of eight features: a constant, so that aligned rows are known to be aligned
     features_F = tl.program_id(1) * (8 * BLOCKS) + tl.arange(0, 8 * BLOCKS) - SKIP
     ok_TF = ok_T[:, None] & ((features_F >= 0) & (features_F < num_features))[None, :]

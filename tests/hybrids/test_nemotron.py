@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
 from engine.choices import AdapterForm
@@ -16,11 +15,9 @@ from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.hybrids.families.nemotron import nemotron_h
-from engine.layers.context import TensorLayout, TrainingPlan
-from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
+from tests.support.half_model import frozen_parameters
 from tests.unit.test_checkpoint_peft import trained_run
 
 KEY = "backbone.layers.1.mixer.gate.e_score_correction_bias"
@@ -43,15 +40,7 @@ def test_corrections_near_64_stay_in_fp32(tmp_path: Path) -> None:
     save_file({key: one if key == KEY else one.bfloat16() for key, one in tensors.items()}, path, {"format": "pt"})
     import_checkpoint(open_source(tmp_path / "hf"), tmp_path / "parts", tensor=2)
     source = open_source(tmp_path / "parts")
-    half = Decoder(
-        source.model.decoder,
-        layout=TensorLayout(),
-        plan=TrainingPlan(trains=lambda _: False),
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-    )
-    load_parameters([entry.shard for entry in shard_entries(half)], source)
-    (correction,) = (entry.parameter for entry in shard_entries(half) if "correction" in entry.name)
+    (correction,) = (one for name, one in frozen_parameters(source).items() if "correction" in name)
     assert correction.dtype == torch.float32 and torch.equal(correction, corrections)
     export_hf(source, tmp_path / "back")
     assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")[KEY], corrections)

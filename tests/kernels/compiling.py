@@ -80,6 +80,19 @@ def flat_arguments(name: str, kind: Any, value: Any) -> Iterator[tuple[str, str,
         yield name, kind, value
 
 
+def drive_no_gpu(arch: Callable[[], int]) -> None:
+    """Puts a driver that compiles for an architecture, and launches nothing, in the place of Triton's, until the
+    process ends. Each architecture passes for a device, so that each has kernels of its own."""
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", arch(), 32),
+            get_current_device=arch,
+            get_current_stream=lambda device=None: 0,
+            launcher_cls=lambda *arguments, **options: None,
+        )
+    )
+
+
 class _Compiler:
     """Takes the place of a launch: compiles, and prints what the kernel takes the first time it is asked for."""
 
@@ -89,15 +102,8 @@ class _Compiler:
         self._numbers: dict[tuple[int, str, str], int] = defaultdict(int)
 
     def replace_launches(self) -> None:
-        """Until the process ends. Each architecture passes for a device, so that each has kernels of its own."""
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda: GPUTarget("cuda", self.arch, 32),
-                get_current_device=lambda: self.arch,
-                get_current_stream=lambda device=None: 0,
-                launcher_cls=lambda *arguments, **options: None,
-            )
-        )
+        """Until the process ends."""
+        drive_no_gpu(lambda: self.arch)
         compiler = self
 
         def compile_instead(kernel: JITFunction[Any], grid: object) -> Callable[..., None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.compiling import flat_arguments
+from tests.kernels.compiling import drive_no_gpu, flat_arguments
 from tests.kernels.launches import refuse_none_in_tuples
 from tests.ptx.faults import Fault
 from tests.ptx.instructions import Steps
@@ -121,14 +119,7 @@ class Launches:
 
     def replace(self) -> None:
         """Lets kernels that are launched be compiled and executed. Machine code for the GPU is not made."""
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda: GPUTarget("cuda", self.arch, 32),
-                get_current_device=lambda: self.arch,
-                get_current_stream=lambda device=None: 0,
-                launcher_cls=lambda *arguments, **options: None,
-            )
-        )
+        drive_no_gpu(lambda: self.arch)
         CUDABackend.make_cubin = lambda self, source, metadata, options, capability: b""
 
         def launcher(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:

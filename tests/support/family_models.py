@@ -99,6 +99,12 @@ _FALCON_H1 = {
     "mlp_multipliers": [0.6, 1.7], "ssm_multipliers": [1.4, 0.9, 0.7, 1.2, 0.35],
 }  # fmt: skip
 """Two groups of three heads each, and three queries for a key."""
+_NEMOTRON = {
+    "layer_norm_epsilon": 0.1, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7, "chunk_size": 6,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2,
+    "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5, "time_step_min": 0.4,
+}  # fmt: skip
 _SHORT_CONV = {
     "head_dim": None, "conv_L_cache": 3, "norm_eps": 0.1, "layer_types": ["conv", "full_attention", "conv", "conv"]
 }  # fmt: skip
@@ -352,26 +358,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2",
         {**_SHORT_CONV, "conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     ),
-    "nemotron h": (
-        "NemotronH",
-        {
-            "layer_norm_epsilon": 0.1,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 5,
-            "n_groups": 2,
-            "ssm_state_size": 7,
-            "chunk_size": 6,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "n_group": 3,
-            "topk_group": 2,
-            "moe_shared_expert_intermediate_size": 28,
-            "routed_scaling_factor": 2.5,
-            "time_step_min": 0.4,
-        },
-    ),
+    "nemotron h": ("NemotronH", _NEMOTRON),
     "lfm2 moe": (
         "Lfm2Moe",
         {
@@ -416,27 +403,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan moe": ("HunYuanMoEV1", {"intermediate_size": 24, "num_experts": 5, "moe_topk": [2] * 4}),
     "ministral3": ("Ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.7}}),
-    "nemotron h latent": (
-        "NemotronH",
-        {
-            "layer_norm_epsilon": 0.1,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 5,
-            "n_groups": 2,
-            "ssm_state_size": 7,
-            "chunk_size": 6,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "moe_latent_size": 24,
-            "n_group": 3,
-            "topk_group": 2,
-            "moe_shared_expert_intermediate_size": 28,
-            "routed_scaling_factor": 2.5,
-            "time_step_min": 0.4,
-        },
-    ),
+    "nemotron h latent": ("NemotronH", {**_NEMOTRON, "moe_latent_size": 24}),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "rope_parameters": {**_YARN, "truncate": True}}),
 }

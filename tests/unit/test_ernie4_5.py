@@ -10,15 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
 from engine.errors import UserError
 from engine.experts.families.ernie4_5 import ernie4_5_moe
-from engine.layers.context import TensorLayout, TrainingPlan
-from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from tests.support.family_models import make_model
+from tests.support.half_model import frozen_parameters
 
 SIZES = {
     "model_type": "ernie4_5_moe", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6,
@@ -30,15 +27,7 @@ def test_a_frozen_router_stays_in_fp32(tmp_path: Path) -> None:
     """As transformers keeps it; the other weights are rounded."""
     make_model("ernie 4.5 moe", tmp_path / "hf")
     source = open_source(tmp_path / "hf")
-    half = Decoder(
-        source.model.decoder,
-        layout=TensorLayout(),
-        plan=TrainingPlan(trains=lambda _: False),
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-    )
-    load_parameters([entry.shard for entry in shard_entries(half)], source)
-    frozen = {entry.name: entry.parameter for entry in shard_entries(half)}
+    frozen = frozen_parameters(source)
     for name in ("layers.1.mlp.router.weight", "layers.1.mlp.router.e_score_correction_bias"):
         assert frozen[name].dtype == torch.float32 and torch.equal(frozen[name].detach(), source.read_whole(name))
     assert frozen["layers.1.input_norm.weight"].dtype == torch.bfloat16

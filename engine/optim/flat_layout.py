@@ -90,8 +90,7 @@ class OwnedRange:
 
 
 _DECAYED_VECTORS = (
-    ".lora_magnitude", ".sinks.weight", ".A_log.weight", ".D.weight", ".class_embedding", ".image_newline.weight",
-    ".lambda_1", ".lambda_2",
+    ".lora_magnitude", ".sinks.weight", ".class_embedding", ".image_newline.weight", ".lambda_1", ".lambda_2",
 )  # fmt: skip
 """Endings of the names of vectors that are neither a norm's weights nor a bias; the last two scale a tower's layers."""
 

@@ -124,7 +124,7 @@ class _Small(SmallParameters):
         else:
             specs = {"conv1d": runs_spec((2 * keys + values, 1, taps), channels)}
         self.convolutions, self.joined = self.owned_convolutions(specs)
-        self.a_log = self.owned("A_log", split(sizes.value_heads), fresh=spread_rates)
+        self.a_log = self.owned("A_log", split(sizes.value_heads), decays=True, fresh=spread_rates)
         self.dt_bias = self.owned("dt_bias", split(sizes.value_heads), fresh=torch.ones)
         norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
         self.norm = self.owned("norm", norm, fresh=torch.ones)

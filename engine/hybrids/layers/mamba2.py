@@ -115,8 +115,10 @@ class _Small(SmallParameters):
         norm = split_spec((sizes.width,), 0, rank=tp.rank, size=tp.size, what="the width of Mamba heads")
         self.convolution = self.owned("conv1d", runs_spec((total, 1, sizes.taps), channels))
         self.convolution_bias = self.owned("conv1d", runs_spec((total,), channels), "bias") if sizes.conv_bias else None
-        self.a_log = self.owned("A_log", heads, fresh=spread_rates)
-        self.dt_bias, self.d = (self.owned(name, heads, fresh=torch.ones) for name in ("dt_bias", "D"))
+        # A_log and D are vectors, and neither a norm's weights nor biases
+        self.a_log = self.owned("A_log", heads, decays=True, fresh=spread_rates)
+        self.dt_bias = self.owned("dt_bias", heads, fresh=torch.ones)
+        self.d = self.owned("D", heads, decays=True, fresh=torch.ones)
         self.norm = self.owned("norm", norm, fresh=torch.ones) if sizes.has_norm else None
 
 

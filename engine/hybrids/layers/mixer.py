@@ -34,11 +34,19 @@ class SmallParameters(ShardedModule):
         super().__init__()
         self._prefix, self._build = prefix, build
 
-    def owned(self, name: str, spec: ShardSpec, leaf: str = "weight", *, fresh: Fresh | None = None) -> ShardEntry:
+    def owned(
+        self,
+        name: str,
+        spec: ShardSpec,
+        leaf: str = "weight",
+        *,
+        decays: bool | None = None,
+        fresh: Fresh | None = None,
+    ) -> ShardEntry:
         """Makes the parameter `leaf` of the module of this name inside the mixer, which trains where the plan says."""
         module, build = f"{self._prefix}.{name}", self._build
         trains, storage = build.plan.trains(module), build.empty(spec.local_shape)
-        return self.own(f"{module}.{leaf}", storage, spec, trainable=trains, fresh=fresh)
+        return self.own(f"{module}.{leaf}", storage, spec, trainable=trains, decays=decays, fresh=fresh)
 
     def owned_convolutions(self, specs: Mapping[str, ShardSpec]) -> tuple[list[ShardEntry], Tensor]:
         """Makes the weights [C, 1, W] of the modules of these names in one storage, and returns also that, which is the

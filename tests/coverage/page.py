@@ -33,8 +33,8 @@ transformers opens, against the losses they were trained with; *merged* where PE
 trained in full is written bit for bit as `save_pretrained` does. A dash is refused, or not the same, which a run
 refuses at its start; nothing where it was not run, or where transformers has no expert plan.
 
-A run takes the engine's own layers where it has them, which it does for the types in **bold**: what is said of these
-here is what `model.implementation: adopted` does. The engine's own layers with states pack documents into rows.
+The engine has layers of its own for the types in **bold** and takes them by default; for these, the table describes
+`model.implementation: adopted`. The engine's own layers with states pack documents into rows.
 """.splitlines()
     + [""]
 )

@@ -1,7 +1,7 @@
 """A run of GRPO on a model with states is killed while it samples, and its buffers of rollouts are damaged.
 
 States live beside the pages of keys and values, for as long as a rollout: no checkpoint has them. A resumed run samples
-again from the weights that it has, or goes on inside the buffer that its checkpoint keeps, with the same bits; or it
+again from the weights that it has, or continues inside the buffer that its checkpoint keeps, with the same bits; or it
 refuses in one sentence.
 """
 

@@ -73,7 +73,7 @@ def test_any_number_of_threads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("features", "offset"), [(1, 7), (123, 0), (64, 8), (1000, 5)])
 def test_drop(dtype: torch.dtype, features: int, offset: int) -> None:
-    """Of rows in a wider matrix, in a result of its own and added in place; dropped infinities are zeros."""
+    """Takes rows of a wider matrix, in a result of its own and added in place; dropped infinities are zeros."""
     where = {"feature_offset": offset, "num_features": features, "seed": 3, "site": 77, "step": torch.tensor(3)}
     key = DropoutKey(token_index=torch.randint(0, 2**40, (70,)), probability=0.3, **where)
     x = widened(torch.randn(70, features).masked_fill(~philox.dropout_mask(key), float("inf")).to(dtype))

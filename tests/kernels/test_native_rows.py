@@ -15,7 +15,7 @@ pytestmark = ON_EVERY_INSTRUCTION_SET
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "slots", "features"), [(5, 3, 1), (1, 1, 64), (9, 8, 123), (0, 2, 7), (3, 0, 5)])
 def test_combine_rows(dtype: torch.dtype, tokens: int, slots: int, features: int) -> None:
-    """Of rows in a wider matrix, some of them read twice; with weights and without."""
+    """Takes rows of a wider matrix, some of them read twice; with weights and without."""
     y = widened(torch.randn(tokens * slots + 2, features).to(dtype))
     rows = torch.randint(tokens * slots + 2, (tokens, slots))
     for weights in (None, torch.rand(tokens, slots), torch.rand(tokens, slots).to(torch.bfloat16)):

@@ -81,7 +81,7 @@ def test_no_tokens(place) -> None:
 @pytest.mark.parametrize("offset", [0, 16, 29])
 @pytest.mark.parametrize("features", [1, 61, 1200])
 def test_drop(place, offset: int, features: int) -> None:
-    """Of rows in a wider matrix, in a result of its own and added in place; dropped infinities are zeros."""
+    """Takes rows of a wider matrix, in a result of its own and added in place; dropped infinities are zeros."""
     key = _key(place, offset, features, [*TOKENS, *range(20)])
     kept = philox.dropout_mask(key)
     wide = torch.randn(26, features + 3, device=place[0])

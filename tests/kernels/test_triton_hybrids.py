@@ -260,7 +260,7 @@ FILLED = 2
 
 
 def assert_steps(place, ours: Tensor, exact: Tensor, states: tuple[Tensor, Tensor], pool: Tensor) -> None:
-    """Compares results, updated states, and what lies in the pool behind the rows, which nobody may touch."""
+    """Compares results, updated states, and what lies in the pool behind the rows, which must not change."""
     rows = len(states[0])
     assert_rounded_once(ours[:rows], exact[:rows], "out")
     assert not ours[rows:].any() and not exact[rows:].any()

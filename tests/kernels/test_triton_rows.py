@@ -15,7 +15,7 @@ from tests.kernels.comparing import places, random_rows
 @places
 @pytest.mark.parametrize(("tokens", "slots", "features"), [(5, 3, 1), (1, 1, 64), (9, 8, 123), (6, 2, 1100)])
 def test_combine_rows(place, tokens: int, slots: int, features: int) -> None:
-    """Of rows in a wider matrix, some of them read twice; with weights and without."""
+    """Takes rows of a wider matrix, some of them read twice; with weights and without."""
     y = random_rows(place, tokens * slots + 2, features, gap=5)
     rows = torch.randint(tokens * slots + 2, (tokens, slots), device=place[0])
     for weights in (None, torch.rand(tokens, slots, device=place[0]), random_rows(place, tokens, slots)):

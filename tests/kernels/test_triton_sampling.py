@@ -22,7 +22,7 @@ SEED = 2**32 - 3
 @on_each_device
 @pytest.mark.parametrize(("first_id", "columns"), [(0, 1), (0, 1024), (6, 2050), (5, 10000)])
 def test_the_draws_are_those_of_torch(device: str, first_id: int, columns: int) -> None:
-    """Of rows and positions beyond 32 bits, and a rank's part of the vocabulary that begins inside a block of four."""
+    """Covers rows and positions beyond 32 bits, and a part of the vocabulary that begins inside a block of four."""
     scores = torch.randn(4, columns + 3, device=device)[:, :columns] * 3
     scores[1, : columns // 2] = -torch.inf
     rows = torch.tensor([0, 1, 2**32 + 5, 2**40], device=device)

@@ -1,4 +1,4 @@
-"""Who has last read and written each byte of a memory, and which accesses depend on an order that nobody keeps.
+"""Who has last read and written each byte of a memory, and which accesses depend on an order that nothing enforces.
 
 A code says who: the block, the block's barriers so far (its epoch), and the warp. Two accesses to a byte, one of them a
 write, are in no order where they are of two blocks, or of two warps of a block in one epoch.

@@ -1,7 +1,7 @@
 """Threads of several blocks side by side: registers, divergent paths, barriers, and groups of asynchronous work.
 
 A lane is a thread of one of the blocks. Of the paths that lanes are on, the one that is furthest behind in the text
-goes on, and takes up those that wait where it arrives; so lanes that diverged meet again where a GPU's do.
+is executed, and joins those that wait where it arrives; so lanes that diverged meet again where a GPU's do.
 
 `active` says which lanes execute: a mask of all lanes, or None for every one. Values are arrays with a number for each
 lane, or scalars for all; nothing changes them in place.
@@ -85,7 +85,7 @@ class Machine:
         self._current: Instruction | None = None
         self.copies, self.products = Groups(self.num_lanes), Groups(self.num_lanes)
         self.accumulators: dict[int, tuple[Array, Array]] = {}
-        """Registers by their slots whose products nobody has waited for: lanes, and their group."""
+        """Slots of registers whose products have not been waited for: lanes, and their group."""
 
     def _renew_code(self) -> None:
         block = self.block
@@ -106,13 +106,13 @@ class Machine:
                 self._follow(at, waiting.pop(at), waiting)
 
     def _follow(self, at: int, mask: Array, waiting: dict[int, Array]) -> None:
-        """Goes on from `at` until lanes part, end, or arrive where others wait."""
+        """Executes from `at` until lanes part, end, or arrive where others wait."""
         active, stop = None if mask.all() else mask, min(waiting, default=len(self.program.instructions))
         while at < stop:
             instruction = self._current = self.program.instructions[at]
             self.executed[at] += 1
             if self.executed[at] > _MOST_STEPS:
-                raise self.fault("goes on for ever")
+                raise self.fault("does not end")
             chosen = self._chosen(instruction, active)
             match instruction.opcode[0]:
                 case "bra":

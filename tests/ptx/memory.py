@@ -134,7 +134,7 @@ class SharedMemory:
         self.arriving = np.zeros(length, bool)
         """Asynchronous copies write here."""
         self.multiplied = np.zeros(length, np.int16)
-        """How many products that nobody has waited for read here."""
+        """The number of products that read here and have not been waited for."""
         self.unfenced = np.zeros(length, bool)
         """Written since the last fence.proxy.async, which Hopper's products need."""
 

@@ -33,7 +33,7 @@ class _Plugin:
 
     def __init__(self, arch: int) -> None:
         os.environ.pop("TRITON_INTERPRET", None)
-        # what is kept here has no machine code, so that nobody else may find it
+        # what is kept here has no machine code, so that no other process may find it
         self._cache = tempfile.TemporaryDirectory()
         os.environ.setdefault("TRITON_CACHE_DIR", self._cache.name)
         self.launches = _replaced(arch)

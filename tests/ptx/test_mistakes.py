@@ -132,7 +132,7 @@ def test_two_blocks_write_one_place() -> None:
 
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_block_reads_what_another_writes(by: int) -> None:
-    """Of 40 blocks, more than lie side by side, in whatever order."""
+    """Launches 40 blocks, more than lie side by side, in whatever order."""
     shifted = compile_kernel(small_kernels.shift_rows, {"x_ptr": "*fp32"}, {"SIZE": SIZE, "BY": 40})
     x = _random(80, SIZE)
     expected = x[:40].clone()

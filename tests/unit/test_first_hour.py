@@ -376,7 +376,7 @@ def test_ten_minutes_go_on_in_a_second_call(
     assert names("--ten-minutes") == ["first", "many"]
     said = capsys.readouterr()
     assert said.err.index("will be left out: many (needs 2 GPUs, here is 1)") < said.err.index("1 first")
-    assert "second did not begin; the same command goes on" in said.out
+    assert "second did not begin; the same command runs them next" in said.out
     assert names("--ten-minutes") == ["first", "second", "many"]
     assert "did not begin" not in capsys.readouterr().out
     assert names() == ["first", "second", "many", "late"]

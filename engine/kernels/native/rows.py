@@ -13,7 +13,7 @@ def combine_rows(y_NF: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = None
     """Computes engine.kernels.reference.combine_rows, for fp32 and bfloat16 on the CPU, rows of any stride."""
     (tokens, slots), features = rows_TK.shape, y_NF.shape[1]
     out = y_NF.new_empty(tokens, features)
-    # named, because an argument that nobody holds would be freed before the call
+    # referenced here until the call has returned: it is given pointers
     rows, weights = rows_TK.contiguous(), None if weights_TK is None else weights_TK.float().contiguous()
     library().engine_combine_rows(
         threads(),

@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="numbers or names; all without them")
     parser.add_argument("--dry-run", action="store_true", help="print the parts and their commands, and run nothing")
     parser.add_argument(
-        "--ten-minutes", action="store_true", help="the early parts alone, as many as ten minutes are enough for"
+        "--ten-minutes", action="store_true", help="the early parts alone, in order, until ten minutes are over"
     )
     arguments = parser.parse_args()
     chosen = [one for one in chosen_parts(arguments.parts) if one[1].early or not arguments.ten_minutes]
@@ -296,7 +296,7 @@ def main() -> None:
         progress("first hour", why or f"{outcome.status} after {outcome.seconds:.0f} s")
     print(summarise(out))
     if waiting:
-        print(f"Ten minutes are over: {', '.join(waiting)} did not begin; the same command goes on with them.")
+        print(f"Ten minutes are over: {', '.join(waiting)} did not begin; the same command runs them next.")
     outcomes = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     sys.exit(0 if all(each["status"] in (PASSED, LEFT_OUT) for each in outcomes) else 1)
 

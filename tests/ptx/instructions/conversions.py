@@ -91,7 +91,7 @@ def _inside(limits: Any, dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _to_pairs(instruction: Instruction, narrow: Callable[[Array], Array]) -> Execute:
-    """Of two float32 the first becomes the upper half."""
+    """Packs two float32, the first into the upper half."""
     to, high, low = instruction.operands
 
     def execute(machine: Machine, active: Active) -> None:

@@ -214,7 +214,7 @@ def _described(
 
 
 def _read_shared(machine: Machine, place: Array, size: int, groups: Array) -> Array:
-    """Reads elements [groups, rows, K], which nobody may write until the product has been waited for."""
+    """Reads elements [groups, rows, K], which must not be written before the wait for the product."""
     shared, flat = machine.shared, place.reshape(len(groups), -1)
     lane = groups[:, 0] * WARP
     if (flat - machine.shared_base[lane][:, None] + size > shared.size).any():

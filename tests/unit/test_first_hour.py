@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -219,7 +220,13 @@ def test_tests_out_of_time_report_what_failed_before(tmp_path: Path) -> None:
     )
     part = _tests(tmp_path)
     command = part.command(tmp_path / "it")
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
+    try:
+        with (tmp_path / "log").open("wb") as log:
+            process = first_hour._start(command, log)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         while not (tmp_path / "waits").exists() and process.poll() is None:
             time.sleep(0.05)
         first_hour._end(process, interrupt=True)

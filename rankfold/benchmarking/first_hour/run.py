@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from engine.config.command_line import CommandLine
 from engine.errors import UserError
@@ -110,8 +110,7 @@ def run_part(number: int, part: Part, out: Path, seconds: float = math.inf) -> O
     part.prepare(stem)
     command, start = part.command(stem), time.monotonic()
     with Path(f"{stem}.log").open("wb") as log:
-        # a session of its own: the processes that a section starts end with it
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = _start(command, log)
         try:
             status = PASSED if process.wait(min(seconds, part.seconds)) == 0 else "failed"
         except subprocess.TimeoutExpired:
@@ -146,6 +145,19 @@ def _cleared(number: int, part: Part, out: Path) -> Path:
         else:
             old.unlink()
     return stem
+
+
+def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Starts a part in a session of its own, with which the processes that it starts end, and that takes interrupts: a
+    shell has its background jobs, and all that they start, ignore them."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def _end(process: subprocess.Popen[bytes], *, interrupt: bool) -> None:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.launch import kernel
+
 _BLOCK = 256
 
 
@@ -47,7 +49,7 @@ def load_chunk(table_ptr, chunk):
     )
 
 
-@triton.jit
+@kernel
 def _chunks_kernel(
     offsets_ptr, table_ptr, firsts_ptr, num_pieces, num_chunks, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 ):

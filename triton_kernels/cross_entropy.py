@@ -18,16 +18,15 @@ Legend: T tokens, V vocabulary rows held here.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, num_warps, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, num_warps, power_of_2
 
 _LARGEST_BLOCK = 8192
 
 
-@triton.jit
+@kernel
 def _local_statistics_kernel(
     logits_ptr, logits_stride, targets_ptr, max_ptr, sum_ptr, target_ptr, num_columns, BLOCK: tl.constexpr
 ):
@@ -50,7 +49,7 @@ def _local_statistics_kernel(
     tl.store(target_ptr + token, tl.load(logits + target, mask=here, other=0.0).to(tl.float32))
 
 
-@triton.jit
+@kernel
 def _gradient_kernel(
     logits_ptr, logits_stride, targets_ptr, max_ptr, total_ptr, scale_ptr, num_columns, BLOCK: tl.constexpr
 ):

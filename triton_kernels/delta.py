@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.chunks import ChunkTable, cut, load_chunk
-from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, num_warps, power_of_2
+from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, kernel, num_warps, power_of_2
 
 CHUNK = 64
 """L."""
@@ -71,7 +71,7 @@ def decays_between(g_L, ok_L, LENGTH: tl.constexpr):
     return tl.where(ok_LL, tl.exp(tl.where(ok_LL, g_L[:, None] - g_L[None, :], 0.0)), 0.0)
 
 
-@triton.jit
+@kernel
 def _normalise_kernel(
     x_ptr,
     stride_t,
@@ -118,7 +118,7 @@ def inverse(at_LL, SOLVE: tl.constexpr, LENGTH: tl.constexpr):
     return x_LL
 
 
-@triton.jit
+@kernel
 def _solve_kernel(
     k_ptr,
     decay_ptr,
@@ -158,7 +158,7 @@ def _solve_kernel(
     store_head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH, x_LL)
 
 
-@triton.jit
+@kernel
 def _rows_kernel(
     x_ptr,
     k_ptr,
@@ -233,7 +233,7 @@ def chunk_decays(g_ptr, last, tokens_L, ok_L, head, num_heads, num_keys, keys_K,
         return tl.exp(g_last), tl.exp(g_L)[:, None], to_end_L[:, None]
 
 
-@triton.jit
+@kernel
 def _states_kernel(
     k_ptr,
     w_ptr,
@@ -299,7 +299,7 @@ def _states_kernel(
             tl.store(final_ptr + place, state_KV, mask=ok_KV)
 
 
-@triton.jit
+@kernel
 def _outputs_kernel(
     q_ptr,
     k_ptr,

@@ -38,10 +38,10 @@ from engine.kernels.triton.delta import (
 )
 from engine.kernels.triton.delta_channels import block_factors, channel_block, decayed
 from engine.kernels.triton.delta_gradients import column_sums, query_sums, row_sums, through_norm, walk_back
-from engine.kernels.triton.launch import ceil_div
+from engine.kernels.triton.launch import ceil_div, kernel
 
 
-@triton.jit
+@kernel
 def _value_sums_kernel(
     v_ptr,
     v_stride_t,
@@ -202,7 +202,7 @@ def _between_blocks(
     return dq_LK, y_LK, z_LK
 
 
-@triton.jit
+@kernel
 def _token_sums_kernel(
     q_ptr,
     k_ptr,

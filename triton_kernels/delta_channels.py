@@ -39,10 +39,10 @@ from engine.kernels.triton.delta import (
     store_head_tile,
     walk_chunks,
 )
-from engine.kernels.triton.launch import ceil_div
+from engine.kernels.triton.launch import ceil_div, kernel
 
 
-@triton.jit
+@kernel
 def _decay_kernel(
     q_ptr,
     k_ptr,
@@ -94,7 +94,7 @@ def block_factors(
     return inside_LK, before_LK
 
 
-@triton.jit
+@kernel
 def _pairs_kernel(
     q_ptr,
     k_ptr,

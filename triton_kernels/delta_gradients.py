@@ -44,10 +44,10 @@ from engine.kernels.triton.delta import (
     store_head_tile,
     walk,
 )
-from engine.kernels.triton.launch import ceil_div, num_warps
+from engine.kernels.triton.launch import ceil_div, kernel, num_warps
 
 
-@triton.jit
+@kernel
 def _local_kernel(
     q_ptr,
     k_ptr,
@@ -91,7 +91,7 @@ def _local_kernel(
         store_head_tile(dnew_ptr, stride_t, num_values, tokens_L, ok_L, head, values_V, num_values, dnew_LV)
 
 
-@triton.jit
+@kernel
 def _state_gradients_kernel(
     q_ptr,
     k_ptr,
@@ -275,7 +275,7 @@ def column_sums(
     return sums_LK, kept_KV
 
 
-@triton.jit
+@kernel
 def _gradients_kernel(
     q_ptr,
     k_ptr,
@@ -367,7 +367,7 @@ def _gradients_kernel(
     tl.store(ddecay_ptr + one, ddecay_L, mask=ok_L)
 
 
-@triton.jit
+@kernel
 def _normalise_backward_kernel(
     dy_ptr,
     x_ptr,

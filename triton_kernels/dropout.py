@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from engine.kernels.philox import dropout_scale, dropout_threshold
 from engine.kernels.records import DropoutKey
-from engine.kernels.triton.launch import ceil_div, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, power_of_2
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
@@ -100,7 +100,7 @@ def draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, 
     return byte | _two_bits(w2, threshold) << 4 | _two_bits(w3, threshold) << 6
 
 
-@triton.jit(do_not_specialize=["key", "threshold"])
+@kernel(do_not_specialize=["key", "threshold"])
 def _bits_kernel(
     out_ptr,
     out_stride,
@@ -164,7 +164,7 @@ def _step_and_words(key: DropoutKey) -> tuple[Tensor, int]:
     return step, words - (1 << 64) if words >= 1 << 63 else words
 
 
-@triton.jit(do_not_specialize=["key", "threshold"])
+@kernel(do_not_specialize=["key", "threshold"])
 def _drop_kernel(
     out_ptr,
     out_stride,

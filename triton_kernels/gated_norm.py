@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, num_processors, num_warps, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, num_processors, num_warps, power_of_2
 from engine.kernels.triton.partial_sums import sum_partials
 
 
@@ -50,7 +50,7 @@ def _gate(z_RV, SILU: tl.constexpr):
         return sigmoid_RV, sigmoid_RV * (1.0 - sigmoid_RV)
 
 
-@triton.jit
+@kernel
 def _forward_kernel(
     x_ptr,
     x_stride_t,
@@ -81,7 +81,7 @@ def _forward_kernel(
     _store_rows(y_ptr, rows_R, num_features, features_V, ok_RV, y_RV)
 
 
-@triton.jit
+@kernel
 def _backward_kernel(
     dy_ptr,
     dy_stride_t,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, num_processors, num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, kernel, num_processors, num_warps, power_of_2, rows_of
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
@@ -50,7 +50,7 @@ def _angles(cos_ptr, sin_ptr, token, columns_D, half):
     return cos_D[None, :], tl.load(sin_ptr + token * half + columns_D, mask=ok_D, other=0.0)[None, :]
 
 
-@triton.jit
+@kernel
 def _forward_kernel(
     packed_ptr,
     packed_stride,
@@ -138,7 +138,7 @@ def _store_dw(dw_ptr, dw_first_HD, dw_second_HD, is_q_H1, columns_D, half):
     tl.store(dw + 3 * half, tl.sum(tl.where(is_q_H1, 0.0, dw_second_HD), 0), mask=ok_D)
 
 
-@triton.jit
+@kernel
 def _backward_kernel(
     packed_ptr,
     packed_stride,

@@ -8,15 +8,41 @@ on a CPU every tile is widened to fp32 before it is multiplied.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.runtime.jit import JITFunction
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 SMALLEST_DOT = 16
 """The shortest dimension of an operand that tl.dot takes."""
+
+
+class _Kernel(JITFunction[Any]):
+    """A kernel whose products and sums are fused unless a launch says otherwise, whatever Triton's own default is.
+
+    It was True up to Triton 3.9 and is to be False from 3.10 on, and an environment variable sets it too; a checkpoint
+    that is resumed under another version would go on with other bits.
+    """
+
+    def run(self, *arguments: Any, enable_fp_fusion: bool = True, **options: Any) -> Any:
+        return super().run(*arguments, enable_fp_fusion=enable_fp_fusion, **options)
+
+
+def kernel(function: Callable[..., None] | None = None, **options: Any) -> Any:
+    """Makes a function a kernel that launchers may start, with the options of `triton.jit`; a decorator.
+
+    What kernels call is decorated by `triton.jit`, since it is compiled as a part of them.
+    """
+    if function is None:
+        return partial(kernel, **options)
+    return triton.jit(function, **options) if knobs.runtime.interpret else _Kernel(function, **options)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from engine.kernels.triton.launch import (
     ceil_div,
     dot_blocks,
     dot_options,
+    kernel,
     power_of_2,
     rows_of,
     split_count,
@@ -49,7 +50,7 @@ def clear_padding(padding_ptr, padding_stride, num_columns, tokens_T, ok_T, COLU
         tl.store(padding, zero_TP, mask=ok_T[:, None] & (columns_P < num_columns)[None, :])
 
 
-@triton.jit
+@kernel
 def _project_kernel(
     x_ptr,
     x_stride,
@@ -169,7 +170,7 @@ def project(
     return h_TR
 
 
-@triton.jit
+@kernel
 def _a_gradient_kernel(
     dh_ptr,
     dh_stride,
@@ -401,7 +402,7 @@ def rank_options(x: Tensor, num_ranks: int) -> dict[str, object]:
     return {"RANKS": ranks, "MANY": num_ranks > ranks, **options}
 
 
-@triton.jit
+@kernel
 def _add_input_gradient_kernel(
     dx_ptr,
     dx_stride,

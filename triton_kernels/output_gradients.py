@@ -15,16 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import AdapterSection
-from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_blocks, power_of_2, rows_of, split_count
+from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_blocks, kernel, power_of_2, rows_of, split_count
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
-@triton.jit
+@kernel
 def _output_gradients_kernel(
     sections,
     dy_ptr,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, power_of_2
+from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, kernel, power_of_2
 
 LARGEST_HEAD = 256
 """Features of a head: tiles of larger ones do not fit the shared memory of every GPU."""
@@ -67,7 +67,7 @@ def _scores(
     return tl.where(ok_C[None, :], scores_GC, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@kernel(do_not_specialize=["table_stride", "num_splits"])
 def _split_kernel(
     q_ptr,
     q_stride_n,
@@ -149,7 +149,7 @@ def _split_kernel(
         tl.store(lse_ptr + part_G, highest_G + tl.log(total_G), mask=written_G)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@kernel(do_not_specialize=["num_splits"])
 def _merge_kernel(
     parts_ptr,
     lse_ptr,

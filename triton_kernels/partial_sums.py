@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, power_of_2
 
 _FEW = 1 << 16
 """Up to so many results there are too few programs to hide the latency of one partial result after the other: long sums
@@ -37,7 +36,7 @@ class Sum:
     scale: float = 1.0
 
 
-@triton.jit
+@kernel
 def _sum_kernel(
     sums,
     partial_stride,

@@ -37,7 +37,7 @@ from engine.kernels.reference_quantize import (
     scale_of,
 )
 from engine.kernels.reference_quantize import row_decode as reference_decode
-from engine.kernels.triton.launch import casts, ceil_div, num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import casts, ceil_div, kernel, num_warps, power_of_2, rows_of
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""
@@ -45,7 +45,7 @@ _LARGEST_OF = 2048
 """Features that a program takes at once where it needs only their largest."""
 
 
-@triton.jit
+@kernel
 def _nf4_decode_kernel(
     codes_ptr,
     codes_stride,
@@ -85,7 +85,7 @@ def _nf4_decode_kernel(
     tl.store(out, tl.interleave(first, second), mask=ok_O[:, None] & (columns_C < num_columns)[None, :])
 
 
-@triton.jit
+@kernel
 def _row_decode_kernel(
     codes_ptr,
     codes_stride,
@@ -162,7 +162,7 @@ def store_row_codes(
     tl.store(scale_ptr + tokens_T, tl.div_rn(largest_T, code_T), mask=ok_T)
 
 
-@triton.jit
+@kernel
 def _row_absmax_kernel(
     x_ptr, x_stride, column_scale_ptr, largest_ptr, num_features, SCALED: tl.constexpr, FEATURES: tl.constexpr
 ):
@@ -175,7 +175,7 @@ def _row_absmax_kernel(
     tl.store(largest_ptr + row, tl.max(largest_F, 0))
 
 
-@triton.jit
+@kernel
 def _quantize_kernel(
     x_ptr,
     x_stride,
@@ -222,7 +222,7 @@ def _quantize_kernel(
         tl.store(scale_ptr, tl.div_rn(largest, largest_code))
 
 
-@triton.jit
+@kernel
 def _transpose_kernel(
     codes_ptr, codes_stride, out_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

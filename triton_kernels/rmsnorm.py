@@ -27,6 +27,7 @@ from engine.kernels.triton.launch import (
     SMALLEST_DOT,
     casts,
     ceil_div,
+    kernel,
     num_processors,
     num_warps,
     power_of_2,
@@ -49,7 +50,7 @@ _LONGEST, _LONGEST_SUMMED = 16384, 8192
 """Features of a row that backward holds in registers; fewer where the weight's gradient takes as many again."""
 
 
-@triton.jit
+@kernel
 def _forward_kernel(
     x_ptr,
     x_stride,
@@ -98,7 +99,7 @@ def _forward_kernel(
         )
 
 
-@triton.jit
+@kernel
 def _backward_kernel(
     dy_ptr,
     dy_stride,
@@ -203,7 +204,7 @@ def _first_walk(
     return tl.sum(total_TF * rstd_T1, 1)
 
 
-@triton.jit
+@kernel
 def _backward_tiles_kernel(
     dy_ptr,
     dy_stride,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, num_warps, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, num_warps, power_of_2
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _turn(first_HD, second_HD, cos_ptr, sin_ptr, token, columns_D, half, INVERSE
     return first_HD * cos_D - second_HD * sin_D, second_HD * cos_D + first_HD * sin_D
 
 
-@triton.jit
+@kernel
 def _packed_kernel(
     packed_ptr,
     packed_stride,

@@ -8,14 +8,13 @@ Bytes moved: `combine_rows` reads every row that a slot names and writes one row
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, kernel, power_of_2, rows_of
 
 
-@triton.jit
+@kernel
 def _combine_kernel(
     out_ptr,
     y_ptr,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.dropout import philox4x32
-from engine.kernels.triton.launch import ceil_div, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, power_of_2
 
 _BLOCKS = 256
 """Calls of Philox at a time, each of which draws for four tokens."""
@@ -30,7 +30,7 @@ def _four_in_order(w0, w1, w2, w3):
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * w0.shape[0]])
 
 
-@triton.jit(do_not_specialize=["seed", "site"])
+@kernel(do_not_specialize=["seed", "site"])
 def _draw_kernel(
     sums_ptr,
     places_ptr,
@@ -72,7 +72,7 @@ def _draw_kernel(
     tl.store(places_ptr + row * num_ranges + part, place.to(tl.int64))
 
 
-@triton.jit
+@kernel
 def _best_kernel(out_ptr, out_places_ptr, sums_ptr, places_ptr, num_ranges, RANGES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     ranges_R = tl.arange(0, RANGES)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.chunks import ChunkTable, load_chunk
-from engine.kernels.triton.launch import ceil_div, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, kernel, power_of_2, rows_of
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
@@ -99,7 +99,7 @@ def _tail_row(rows_ptr, tail_ptr, piece):
     return row
 
 
-@triton.jit
+@kernel
 def _forward_kernel(
     x_ptr,
     x_stride,
@@ -256,7 +256,7 @@ def _store_weight_sums(
     tl.store(target + WIDTH * num_channels, tl.sum(du_TC, 0), mask=ok_C)
 
 
-@triton.jit
+@kernel
 def _backward_kernel(
     dy_ptr,
     dy_stride,
@@ -315,7 +315,7 @@ def _backward_kernel(
         )
 
 
-@triton.jit
+@kernel
 def _tail_kernel(
     dy_ptr,
     dy_stride,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -33,10 +32,11 @@ from engine.kernels.triton.delta import (
     walk_chunks,
 )
 from engine.kernels.triton.delta_gradients import gradients, walk_back
+from engine.kernels.triton.launch import kernel
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
-@triton.jit
+@kernel
 def _weigh_kernel(
     x_ptr,
     x_stride_t,
@@ -69,7 +69,7 @@ def _weigh_kernel(
         store_head_tile(new_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values, new_LV)
 
 
-@triton.jit
+@kernel
 def _inputs_kernel(
     x_ptr,
     x_stride_t,

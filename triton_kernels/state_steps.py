@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.delta import _EPS, dense_features
-from engine.kernels.triton.launch import ceil_div, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, kernel, power_of_2, rows_of
 
 
-@triton.jit
+@kernel
 def _conv_step_kernel(
     x_ptr,
     x_stride,
@@ -66,7 +66,7 @@ def _unit(ptr, row, stride_t, stride_g, head, keys_K, num_keys, eps):
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) + eps)
 
 
-@triton.jit
+@kernel
 def _delta_step_kernel(
     q_ptr,
     q_stride_t,
@@ -118,7 +118,7 @@ def _delta_step_kernel(
     tl.store(place_V, tl.sum(state_KV * q_K[:, None], 0), mask=ok_V)
 
 
-@triton.jit
+@kernel
 def _state_space_step_kernel(
     x_ptr,
     x_stride_t,

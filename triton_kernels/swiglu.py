@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from engine.kernels.triton.launch import (
     SMALLEST_DOT,
     casts,
     ceil_div,
+    kernel,
     multiplies_in_shared_memory,
     num_warps,
     power_of_2,
@@ -55,7 +55,7 @@ _TILES_EACH = 16
 many that the partial sums are a hundredth of the bytes read and written."""
 
 
-@triton.jit
+@kernel
 def _forward_kernel(
     gate_up_ptr, gate_up_stride, y_ptr, y_stride, num_tokens, num_features, TOKENS: tl.constexpr, FEATURES: tl.constexpr
 ):
@@ -69,7 +69,7 @@ def _forward_kernel(
     tl.store(y, gate_TF * tl.sigmoid(gate_TF) * up_TF, mask=ok_TF)
 
 
-@triton.jit
+@kernel
 def _forward_codes_kernel(
     gate_up_ptr,
     gate_up_stride,
@@ -110,7 +110,7 @@ def _forward_codes_kernel(
     )
 
 
-@triton.jit
+@kernel
 def _project_kernel(
     gate_up_ptr,
     gate_up_stride,
@@ -168,7 +168,7 @@ def _project_kernel(
     tl.store(h, h_TR * keep_scale, mask=ok_T[:, None] & (ranks_R < num_ranks)[None, :])
 
 
-@triton.jit
+@kernel
 def _backward_kernel(
     dy_ptr,
     dy_stride,
@@ -239,7 +239,7 @@ def _backward_kernel(
         tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], silu_TF * up_TF, mask=ok_TF)
 
 
-@triton.jit
+@kernel
 def _backward_adapted_kernel(
     dy_ptr,
     dy_stride,

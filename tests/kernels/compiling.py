@@ -175,8 +175,6 @@ def main() -> None:
     parser.add_argument("--case", help="only the cases whose name has this in it")
     options = parser.parse_args()
     warnings.simplefilter("error", UserWarning)
-    # says which default the next version changes, and nothing about a kernel
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     compiler = _Compiler()
     look_like_a_gpu(lambda: divmod(compiler.arch, 10))
     print(json.dumps({"triton": triton.__version__}), flush=True)

@@ -17,6 +17,8 @@ from tests.kernels.resource_tables import COMMAND, KNOWN, ROOT, TABLES, Compiled
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels.triton import launch
+
 OTHERS = ["float32", "float16", "ones", "rank 192"]
 ARCHS = list(MULTIPROCESSORS)
 
@@ -168,3 +170,21 @@ def test_accesses_are_read_from_ptx() -> None:
 def test_resident_blocks(arch: int, warps: int, registers: int, shared: int, expected: int) -> None:
     """By hand, from the limits of the CUDA programming guide."""
     assert min(resident_blocks(arch, warps=warps, registers=registers, shared=shared).values()) == expected
+
+
+def test_launches_say_whether_products_and_sums_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own default changes with the version; that every kernel says so the compiler's warnings hold above."""
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *arguments, **options: given.update(options))
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    kernel = launch.kernel(do_not_specialize=["number"])(_does_nothing)
+    kernel[(1,)](3, num_warps=2)
+    assert given == {"grid": (1,), "warmup": False, "num_warps": 2, "enable_fp_fusion": True}
+    kernel[(1,)](3, enable_fp_fusion=False)
+    assert given["enable_fp_fusion"] is False
+
+
+def _does_nothing(number: int) -> None: ...

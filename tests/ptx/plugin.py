@@ -10,7 +10,6 @@ import importlib
 import os
 import sys
 import tempfile
-import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +53,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def _replaced(arch: int) -> Launches:
-    # says which default the next version changes, and nothing about a kernel
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     from tests.kernels.kernel_names import KERNELS
 
     for name in KERNELS:

@@ -1,7 +1,7 @@
 """The predicted time of a step on one rank, kernel by kernel: the terms of the sum of `step_time`.
 
 All pipeline stages count as if one rank had them. Collectives, copies from and to host memory and the update are not
-kernels of a layer, and are not here.
+kernels of a layer, and are not here; nor is the host's time, where launching takes longer than computing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
+from engine.planning.launch_times import filling, launch_limits, launch_seconds
 from engine.planning.launches import Launch, PieceLaunches
 from engine.planning.machine import Machine
 from engine.planning.rank_layout import Layout, Workload
-from engine.planning.step_time import launch_limits
 from engine.planning.traces import rank_model
 
 
@@ -28,7 +28,7 @@ class KernelTime:
         count: how many there are.
         seconds: of all.
         limit: the resource that takes that time: "products", "attention", "memory" or "launches".
-        evenness: of a product, how evenly its tiles fill the device; see engine.planning.machine.
+        filling: of a product, the share of the best one's speed that its shape allows.
     """
 
     part: tuple[str, str]
@@ -36,7 +36,7 @@ class KernelTime:
     count: int
     seconds: float
     limit: str
-    evenness: float
+    filling: float
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +64,7 @@ def kernel_times(
     Raises:
         UserError: the model's sizes do not fit the layout.
     """
+    machine = machine.graphed() if workload.graphed else machine
     model, microbatches = rank_model(workload, layout.parallel), workload.num_microbatches(layout)
     counts: dict[tuple[tuple[str, str], Launch], int] = {}
 
@@ -96,9 +97,9 @@ def _timed(part: tuple[str, str], launch: Launch, count: int, machine: Machine) 
         part=part,
         launch=launch,
         count=count,
-        seconds=count * limits[limit],
+        seconds=count * launch_seconds(launch, machine),
         limit="attention" if limit == "products" and "attention" in launch.kind else limit,
-        evenness=machine.evenness(*launch.result, launch.products) if launch.result is not None else 1.0,
+        filling=filling(launch, machine),
     )
 
 

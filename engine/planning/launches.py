@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
+from operator import itemgetter, mul
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
 from engine.ops.kernels.op import Op, write_in_place
+from engine.planning.attention_speeds import BLOCK, AttentionShape
 from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import shape_torch_attention
 from engine.quantization.encoding import encoding
@@ -58,9 +60,10 @@ class Launch:
         result: rows and columns of a matrix product, which decide how evenly it fills a device; None for all else. Of
             products of many experts in one launch, those of each: as many of the rows as of any other.
         products: how many of them.
-        kind: "product", "fp8 product", "attention" and "packed attention" run at the speeds that a device has for them,
-            "kernel" at that of memory unless its arithmetic takes longer.
+        kind: "product", "fp8 product", "grouped product", "attention" and "packed attention" run at the speeds that a
+            device has for them, "kernel" at that of memory unless its arithmetic takes longer.
         count: launches.
+        attention: of a launch of attention, what decides its speed.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Launch:
     kind: str = "kernel"
     count: int = 1
     products: int = 1
+    attention: AttentionShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,14 +192,14 @@ class LaunchCounter(EagerMode):
             pairs = sum(length * (length + 1) / 2 for length in documents.lengths)
             width = q.shape[1] * q.shape[2]
             moved = 2 * _moved((q,)) + _moved((k, v))
+            shape = _documents(documents.lengths, q.shape[1], q.shape[2])
 
             # reads q, k, v, the output and its gradient; writes three gradients; dq is summed in fp32
-            back = Launch(
-                "attention backward", 2 * moved + 8 * q.numel(), 10 * pairs * width, kind=self._attention, count=3
-            )
+            one = partial(Launch, kind=self._attention, attention=shape)
+            back = one("attention backward", 2 * moved + 8 * q.numel(), 10 * pairs * width, count=3)
             with self._one_kernel():
                 out = function(q, k, v, documents, scale=scale)
-            self.launches.append(Launch("attention forward", moved, 4 * pairs * width, kind=self._attention))
+            self.launches.append(one("attention forward", moved, 4 * pairs * width))
             noted: Tensor = _WhenBackward.apply(out, partial(self.launches.append, back))
             return noted
 
@@ -205,10 +209,15 @@ class LaunchCounter(EagerMode):
         """Returns the stand-in of torch's attention to all keys, counted forward and backward."""
         pairs = 2.0 * prod(q.shape[:-1]) * k.shape[-2] * q.shape[-1]
         moved = 2 * _moved((q,)) + _moved((k, v))
-        back = Launch("attention backward", 2 * moved + 8 * q.numel(), 5 * pairs, kind="attention", count=3)
+        heads, queries = prod(q.shape[:-2]), q.shape[-2]
+        shape = AttentionShape(
+            length=k.shape[-2], head_dim=q.shape[-1], blocks=heads * -(-queries // BLOCK), causal=False
+        )
+        one = partial(Launch, kind="attention", attention=shape)
+        back = one("attention backward", 2 * moved + 8 * q.numel(), 5 * pairs, count=3)
         with self._one_kernel():
             out = shape_torch_attention(q, k, v)
-        self.launches.append(Launch("attention forward", moved, 2 * pairs, kind="attention"))
+        self.launches.append(one("attention forward", moved, 2 * pairs))
         noted: Tensor = _WhenBackward.apply(out, partial(self.launches.append, back))
         return noted
 
@@ -222,12 +231,21 @@ class LaunchCounter(EagerMode):
             with self._one_kernel():
                 out = function(*args, scale=scale)
             *tensors, blocks = args
-            pairs = sum(
+            pairs = [
                 one.query.length * ((one.query.length + 1) / 2 if one.causal else one.key.length) for one in blocks
-            )
-            flops = 2 * products * pairs * prod(tensors[0].shape[1:])
+            ]
+            heads, head_dim = tensors[0].shape[1:]
+            flops = 2 * products * sum(pairs) * heads * head_dim
             nbytes = _moved(tensors) + _moved(_tensors(out))
-            self.launches.append(Launch(name, nbytes, flops, kind=self._attention, count=len(blocks)))
+            longest = max(zip(pairs, blocks, strict=True), key=itemgetter(0))[1]
+            shape = AttentionShape(
+                length=longest.key.length,
+                head_dim=head_dim,
+                blocks=heads * -(-longest.query.length // BLOCK),
+                causal=longest.causal,
+            )
+            count = len(blocks)
+            self.launches.append(Launch(name, nbytes, flops, kind=self._attention, count=count, attention=shape))
             return out
 
         return counted
@@ -349,7 +367,7 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         experts = out.shape[0] if out.dim() == 3 else right.shape[0]
         each = (rows, columns) if out.dim() == 3 else (-(-rows // experts), columns)
         moved = _moved((left, right)) + _moved((out,))
-        return Launch(shape, moved, flops, each, "product", products=experts)
+        return Launch(shape, moved, flops, each, "grouped product", products=experts)
     results = list(_tensors(out))
     if name in _PICK_ROWS:
         return Launch(name, 2 * _moved(results) + _moved(operands[1:]))
@@ -357,6 +375,16 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         half = len(operands) // 2 if name == "_foreach_copy_" else 1
         operands = operands[half:]
     return Launch(name, _moved(operands) + _moved(results or _tensors(given[0])))
+
+
+def _documents(lengths: Sequence[int], heads: int, head_dim: int) -> AttentionShape:
+    """Returns the shape of causal attention within documents."""
+    pairs = [length * (length + 1) for length in lengths]
+    return AttentionShape(
+        length=sum(map(mul, lengths, pairs)) / max(1, sum(pairs)),
+        head_dim=head_dim,
+        blocks=heads * sum(-(-length // BLOCK) for length in lengths),
+    )
 
 
 def _read(value: Any) -> Any:

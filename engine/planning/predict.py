@@ -55,6 +55,8 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         square_sum_writes=not native,
         offload_weights=config.memory.offload_weights,
         offload_optimizer=config.memory.offload_optimizer,
+        packed=config.data.fills_rows or objective.kind.group > 1,
+        graphed=config.memory.cuda_graph != "none",
     )
 
 

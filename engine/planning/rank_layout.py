@@ -87,6 +87,9 @@ class Workload:
         offload_weights: whether frozen weights are kept in host memory.
         offload_optimizer: whether masters and moments do.
         routing: how tokens choose among experts that are divided over ranks.
+        packed: whether rows may hold several documents even where one fills a row, which chooses the kernel of
+            attention.
+        graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
     """
 
     decoder: DecoderConfig
@@ -109,11 +112,18 @@ class Workload:
     offload_weights: bool = False
     offload_optimizer: bool = False
     routing: Routing = "balanced"
+    packed: bool = False
+    graphed: bool = False
 
     @property
     def document_length(self) -> int:
         """Tokens of the longest document."""
         return self.longest_document or self.seq_length
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows may hold several documents."""
+        return self.packed or self.document_length < self.seq_length
 
     def num_microbatches(self, layout: Layout) -> int:
         """Micro-batches of each rank in a step."""

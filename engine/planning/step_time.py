@@ -1,29 +1,32 @@
-"""The predicted time of a step: arithmetic over the machine's speed, bytes over its bandwidth, and the pipeline's
-bubble.
+"""The predicted time of a step: arithmetic over the machine's speed, bytes over its bandwidth, gaps between launches,
+the host's time to launch them, and the pipeline's bubble.
 
-The launches of a layer and of the ends are counted while the engine's own code runs on the meta device (`launches.py`).
-Each launch takes the longer of its arithmetic and its memory traffic, at the speed that the machine reaches; a product
-whose tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks, and
+The launches of a layer and of the ends are counted while the engine's own code runs on the meta device (`launches.py`),
+and `launch_times.py` says how long each takes. The host launches ahead of the device, so that a micro-batch takes the
+longer of the two; one that is replayed as a graph takes the device's time. Collectives between tensor ranks, and
 exchanges of rows with the ranks of their experts, are exposed; rows are taken to spread evenly over experts. Only what
 nothing hides counts of keys of ring attention, behind the attention of a block; of gradient reductions, but for the
 last bucket, behind one backward; and of copies from and to host memory, behind a layer's arithmetic, each direction by
-itself. The schedule's bubble comes from `engine.pipeline.simulate`. The host's time, stragglers and the loader cost
-nothing here: a real step is slower, and figures of two layouts are meant to be compared with each other.
+itself. The schedule's bubble comes from `engine.pipeline.simulate`. Stragglers, the loader and the first steps, in
+which kernels are compiled, cost nothing here. What a machine reaches is not known before it is measured:
+`predict_range` has the step at the slowest and at the fastest that it may be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.layers.branch import LinearShape
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models.decoder import Part
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
+from engine.planning.launch_times import launch_seconds
 from engine.planning.launches import Launch, PieceLaunches
 from engine.planning.ledger import total
-from engine.planning.machine import Machine, check_encoding
+from engine.planning.machine import Machine, bounds, check_encoding
 from engine.planning.peak import STATE_SHARDING
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
 from engine.planning.rank_layout import Layout, Workload
@@ -54,30 +57,29 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class PieceTime:
     """The work of a layer, an end or a stage for one micro-batch; `weights` are seconds of the gradients of weights
-    that train in full."""
+    that train in full, and `host` those that the host takes to launch all of it."""
 
     forward: Work = Work()
     backward: Work = Work()
     weights: float = 0.0
+    host: float = 0.0
 
     def __add__(self, other: PieceTime) -> PieceTime:
-        return PieceTime(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
+        return PieceTime(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weights + other.weights,
+            self.host + other.host,
+        )
 
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds + self.weights
 
-def launch_limits(launch: Launch, machine: Machine) -> dict[str, float]:
-    """Returns the seconds that each of a machine's limits allows a launch: its arithmetic, its bytes, and the launch
-    itself. It takes the longest."""
-    speed = machine.products_fp8 if launch.kind == "fp8 product" else machine.products
-    if launch.kind in ("attention", "packed attention"):
-        share = machine.attention if launch.kind == "attention" else machine.packed_attention
-        speed *= share.backward if launch.name == "attention backward" else share.forward
-    if launch.result is not None:
-        speed *= machine.evenness(*launch.result, launch.products)
-    return {
-        "memory": launch.nbytes / (machine.copies * 1e9),
-        "products": launch.flops / (speed * 1e12) if launch.flops else 0.0,
-        "launches": launch.count * machine.launch,
-    }
+    @property
+    def waits(self) -> float:
+        """How many times as long it takes as the device does, which waits for the host."""
+        return max(1.0, self.host / self.seconds) if self.seconds else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,8 @@ class StepTime:
         exposed_reduction: the part of that which neither the last backward nor the next forward hides.
         update: of the optimizer.
         tokens_per_second: over all ranks.
+        host: of launching what a rank computes, on the rank where it takes longest.
+        waits: how many times as long a micro-batch takes there as the device alone would.
     """
 
     step: float
@@ -105,6 +109,17 @@ class StepTime:
     exposed_reduction: float
     update: float
     tokens_per_second: float
+    host: float = 0.0
+    waits: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRange:
+    """A step at the slowest, the likely and the fastest speeds of a machine."""
+
+    slow: StepTime
+    likely: StepTime
+    fast: StepTime
 
 
 class _Times:
@@ -183,6 +198,7 @@ class _Times:
 
     def _layer(self, layer: LayerShape, launches: PieceLaunches, level: Level) -> PieceTime:
         """Returns the work of a layer, without transfers from and to host memory and other data ranks."""
+        host = self._host(launches.forward, launches.backward, launches.weights)
         forward, backward = (self._seconds(each) for each in (launches.forward, launches.backward))
         ahead, back = (
             self._seconds(one for one in each if "attention" in one.kind)
@@ -203,10 +219,15 @@ class _Times:
             Work(forward, ahead_links) + self._keys(layer, 1, ahead),
             Work(backward, links) + self._keys(layer, 2, back) + again,
             self._seconds(launches.weights),
+            host,
         )
 
     def _seconds(self, launches: Iterable[Launch]) -> float:
-        return sum(max(launch_limits(one, self._machine).values()) for one in launches)
+        return sum(launch_seconds(one, self._machine) for one in launches)
+
+    def _host(self, *launches: Iterable[Launch]) -> float:
+        """Returns the seconds that the host takes to launch all of these."""
+        return self._machine.host_launch * sum(one.count for one in chain(*launches))
 
     def layer(self, kind: int, level: Level) -> PieceTime:
         """Returns the work of a layer; computed once for layers that are alike.
@@ -230,6 +251,7 @@ class _Times:
                 forward + self._behind(max(sent, weights), forward),
                 backward + self._behind(fetched, backward),
                 found.weights,
+                found.host,
             )
         return self._known[key]
 
@@ -250,7 +272,8 @@ class _Times:
         forward, backward, weights = (
             self._seconds(each) for each in (launches.forward, launches.backward, launches.weights)
         )
-        return PieceTime(Work(forward), Work(backward), weights)
+        host = self._host(launches.forward, launches.backward, launches.weights)
+        return PieceTime(Work(forward), Work(backward), weights, host)
 
     def _behind(self, nbytes: float, work: Work) -> Work:
         """Returns the exposed and hidden parts of a copy from or to host memory behind `work`."""
@@ -275,18 +298,31 @@ def _keys_sent(workload: Workload, size: int) -> int:
     return sum(step.num_sent for step in make_plan(layout, 0).steps[1:])
 
 
+def predict_range(workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> StepRange:
+    """Predicts the time of a step at the machine's speeds, and at the bounds of what it may reach.
+
+    Raises:
+        UserError: as of `predict_time`.
+    """
+    slow, likely, fast = (
+        predict_time(workload, layout, memory, one) for one in (bounds(machine)[0], machine, bounds(machine)[1])
+    )
+    return StepRange(slow=slow, likely=likely, fast=fast)
+
+
 def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> StepTime:
     """Predicts the time of a step.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
+    machine = machine.graphed() if workload.graphed else machine
     model = rank_model(workload, layout.parallel)
     shape, microbatches = model.shape, workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
     check_encoding(machine, workload.base_dtype)
     times = _Times(workload, layout, model, machine, memory)
-    costs, links, hidden = _costs(times, workload, layout, memory, machine, shape, plan)
+    costs, busiest, ranks = _costs(times, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
     reduction, exposed = _reduction(workload, layout, machine, shape, costs)
     update = _update(workload, layout, machine, shape)
@@ -299,44 +335,40 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
         step=step,
         pipeline=simulation.makespan,
         bubble=simulation.bubble,
-        links=links * microbatches,
-        hidden_links=hidden * microbatches,
+        links=busiest.links * microbatches,
+        hidden_links=busiest.hidden * microbatches,
         reduction=reduction,
         exposed_reduction=exposed,
         update=update,
         tokens_per_second=workload.global_batch * workload.seq_length / step,
+        host=max(one.host for one in ranks) * microbatches,
+        waits=max(one.waits for one in ranks),
     )
 
 
 def _costs(
-    times: _Times,
-    workload: Workload,
-    layout: Layout,
-    memory: MemoryPlan,
-    machine: Machine,
-    shape: ModelShape,
-    plan: PipelinePlan,
-) -> tuple[Costs, float, float]:
-    """Returns the seconds of the stages' actions, and the exposed and hidden communication of a micro-batch on the rank
-    with most exposed."""
-    stages = {number: stage for rank in range(plan.schedule.num_ranks) for number, stage in plan.stages(rank).items()}
-    columns: list[tuple[float, float, float]] = []
-    waits = [Work()] * plan.schedule.num_ranks
+    times: _Times, layout: Layout, memory: MemoryPlan, machine: Machine, shape: ModelShape, plan: PipelinePlan
+) -> tuple[Costs, Work, list[PieceTime]]:
+    """Returns the seconds of the stages' actions, the communication of a micro-batch on the rank with most exposed, and
+    what each rank computes of one."""
+    numbered = {number: stage for rank in range(plan.schedule.num_ranks) for number, stage in plan.stages(rank).items()}
     first = plan.schedule.first_trainable_stage
-    for number in range(len(stages)):
-        stage = _stage(times, memory, shape, stages[number], trains=number >= first)
-        columns.append((stage.forward.seconds, stage.backward.seconds, stage.weights))
-        waits[plan.schedule.stage_rank[number]] += stage.forward + stage.backward
+    stages = [_stage(times, memory, shape, numbered[number], trains=number >= first) for number in range(len(numbered))]
+    ranks = [PieceTime()] * plan.schedule.num_ranks
+    for number, stage in enumerate(stages):
+        ranks[plan.schedule.stage_rank[number]] += stage
+    # a rank's host launches a micro-batch's stages one after the other, ahead of its device
+    waits = [ranks[plan.schedule.stage_rank[number]].waits for number in range(len(stages))]
     neighbours = layout.world_size if layout.parallel.pipeline > 1 else 1
     costs = Costs(
-        forward=tuple(column[0] for column in columns),
-        input_grad=tuple(column[1] for column in columns),
-        weight_grad=tuple(column[2] for column in columns),
-        activation=(1.0,) * len(columns),
+        forward=tuple(wait * stage.forward.seconds for wait, stage in zip(waits, stages, strict=True)),
+        input_grad=tuple(wait * stage.backward.seconds for wait, stage in zip(waits, stages, strict=True)),
+        weight_grad=tuple(wait * stage.weights for wait, stage in zip(waits, stages, strict=True)),
+        activation=(1.0,) * len(stages),
         transfer=times.message / (machine.wire(neighbours) * 1e9),
     )
-    busiest = max(waits, key=lambda work: (work.links, work.hidden))
-    return costs, busiest.links, busiest.hidden
+    busiest = max((one.forward + one.backward for one in ranks), key=lambda work: (work.links, work.hidden))
+    return costs, busiest, ranks
 
 
 def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *, trains: bool) -> PieceTime:
@@ -346,7 +378,9 @@ def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *,
         found += times.embedding(memory.level(0), trains=trains)
     for index in range(stage.first, stage.last):
         layer = times.layer(shape.kinds[index], memory.level(index))
-        found += layer if trains and index >= shape.first_trainable_layer else PieceTime(layer.forward)
+        # what has no backward launches about a third of the kernels
+        ahead = PieceTime(layer.forward, host=layer.host / 3)
+        found += layer if trains and index >= shape.first_trainable_layer else ahead
     return found + times.head() if stage.head else found
 
 

@@ -322,7 +322,7 @@ class _Tracer:
         self._away, self._recording = _UncountedTransfer(), Recording()
         self._exchanged: list[int] = []
         """Bytes of each exchange of rows for experts since the last look."""
-        self._counter = LaunchCounter(packed=workload.document_length < workload.seq_length)
+        self._counter = LaunchCounter(packed=workload.packs_documents)
         self._layout = _counted(_layout(workload, parallel, self._on_receive), self._counter)
         self._batch = partial(traced_batch.batch, workload, parallel.context)
         with self._recording:
@@ -523,7 +523,7 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     Raises:
         UserError: the model's sizes do not fit the ranks.
     """
-    alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
+    alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False, graphed=False)
     ends = ParallelOptions(
         tensor=parallel.tensor,
         sequence=parallel.sequence_parallel and workload.decoder.splits_tokens,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from engine.planning.machine import LAUNCH, Machine, machine_for
+from engine.planning.machine import LAUNCH, Machine, bounds, machine_for
 from rankfold.benchmarking.ceilings import COPY, PRODUCT, Ceilings
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.options import for_device
@@ -19,7 +19,10 @@ from rankfold.benchmarking.timing import interleave, summarise
 
 _LAUNCHES = 100
 """Kernels in a row, so that their launches do not begin from an idle device."""
+_SUSTAINED = 200
+"""Products in a row: a third of a second on a GPU, after which its power is limited as in a step."""
 FP8, SHORTEST = "square product of e4m3, one scale", "shortest kernel"
+IN_A_ROW = f"square products, {_SUSTAINED} in a row"
 
 
 def run(options: SpeedOptions) -> Table:
@@ -40,6 +43,8 @@ def run(options: SpeedOptions) -> Table:
         PRODUCT: ceilings.product,
         SHORTEST: lambda: [number.add_(1) for _ in range(_LAUNCHES)],
     }
+    if is_gpu:
+        works[IN_A_ROW] = lambda: [ceilings.product() for _ in range(_SUSTAINED)]
     if is_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
         works[FP8] = _e4m3_product(options.size, device)
     samples = interleave(
@@ -62,6 +67,7 @@ def run(options: SpeedOptions) -> Table:
             "options": asdict(options),
             "device": device.type,
             "seconds": {name: [sample.seconds for sample in taken] for name, taken in samples.items()},
+            "speeds": _speeds(seconds, ceilings),
         },
     )
 
@@ -72,10 +78,31 @@ def _e4m3_product(size: int, device: torch.device) -> Callable[[], Tensor]:
     return lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
+def _speeds(seconds: dict[str, float], ceilings: Ceilings) -> dict[str, float]:
+    """Returns the figures that the planner takes with --speeds, by the names of `engine.planning.machine.Machine`."""
+    single = seconds[PRODUCT]
+    in_a_row = seconds[IN_A_ROW] / _SUSTAINED if IN_A_ROW in seconds else single
+    found = {
+        "copies": ceilings.moved / seconds[COPY] / 1e9,
+        "products": ceilings.operations / in_a_row / 1e12,
+        "launch": seconds[SHORTEST] / _LAUNCHES,
+    }
+    if FP8 in seconds:  # its power is limited as that of other products
+        found["products_fp8"] = ceilings.operations / seconds[FP8] / 1e12 * single / in_a_row
+    return found
+
+
 def _row(name: str, seconds: float, ceilings: Ceilings, assumed: Machine | None) -> tuple[str, ...]:
-    """Returns a row: the rate of a copy or a product, or the microseconds of a kernel."""
+    """Returns a row: the rate of a copy or of products, or the microseconds of a kernel."""
     if name == SHORTEST:
         return name, f"{seconds / _LAUNCHES * 1e6:.2f}", "us", "" if assumed is None else f"{LAUNCH * 1e6:.2f}"
     work, scale, unit = (ceilings.moved, 1e9, "GB/s") if name == COPY else (ceilings.operations, 1e12, "TFLOP/s")
-    expected = "" if assumed is None else {COPY: assumed.copies, PRODUCT: assumed.products, FP8: assumed.products_fp8}
-    return name, f"{work / seconds / scale:,.2f}", unit, f"{expected[name]:,.0f}" if expected else ""
+    if name == IN_A_ROW:
+        work *= _SUSTAINED
+    expected = ""
+    if assumed is not None:
+        slow, fast = bounds(assumed)
+        field = {COPY: "copies", FP8: "products_fp8"}.get(name, "products")
+        likely, low, high = (getattr(one, field) for one in (assumed, slow, fast))
+        expected = f"{likely:,.0f} ({low:,.0f} to {high:,.0f})"
+    return name, f"{work / seconds / scale:,.2f}", unit, expected

@@ -12,8 +12,10 @@ unless --probe or --measure is given; --examples answers for some well-known mod
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 from engine.choices import RECOMPUTE_LEVELS
+from engine.config.memory import CudaGraph
 from engine.config.model import DTYPES
 from engine.config.paths import path_text
 from engine.config.units import read_count, read_gib, read_length
@@ -25,6 +27,7 @@ STANDS_FOR = {
     "train.global_batch_size": "--global-batch", "lora.rank": "--rank", "lora.dropout": "--dropout",
     "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
     "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
+    "memory.cuda_graph": "--cuda-graph",
 }  # fmt: skip
 """Option of a run -> the flag; see `engine.config.command_line`."""
 RESERVE = 10.0
@@ -66,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speeds to assume: h100-80, h200-141, a100-80, a100-40, rtx4090-24, or cpu, which is measured "
         "(default: by --gpu-memory)",
     )
+    parser.add_argument(
+        "--speeds",
+        type=path_text,
+        metavar="FILE",
+        help="measured speeds of such a GPU, in place of assumed ones: the --json FILE of rankfold benchmark "
+        "machine-speed",
+    )
     _add_work(parser.add_argument_group("what is trained"))
     parser.add_argument(
         "--config",
@@ -86,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-kernel", action="store_true", help="also print what the step's time consists of, kernel by kernel"
     )
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="also write the answer to this file, as JSON")
     parser.add_argument(
         "--examples", action="store_true", help="print answers for well-known models and machines instead"
     )
@@ -150,6 +161,12 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         help="what may be offloaded to host memory: weights, optimizer, activations (default none)",
     )
     work.add_argument(
+        "--cuda-graph",
+        default="none",
+        choices=get_args(CudaGraph),
+        help="parts of a step that are replayed as CUDA graphs, as memory.cuda_graph (default none)",
+    )
+    work.add_argument(
         "--activation-dtype",
         metavar="NAME,..",
         help="dtypes to keep activations in, beside their own: bfloat16, float8 (default none)",
@@ -162,7 +179,14 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: options that do not go together, or a model that cannot be read.
     """
-    from rankfold.planning import memory_config, memory_examples, memory_probe, memory_report, time_by_kernel
+    from rankfold.planning import (
+        answer_record,
+        memory_config,
+        memory_examples,
+        memory_probe,
+        memory_report,
+        time_by_kernel,
+    )
     from rankfold.planning.memory_question import ask, easier
 
     if arguments.examples:
@@ -176,6 +200,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.model is None:
         raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
     answer = ask(arguments)
+    if arguments.json is not None:
+        answer_record.write(arguments.json, answer_record.of_answer(answer, top=arguments.top))
     print(memory_report.report(answer, top=arguments.top))
     if not answer.found.fitting:
         print("\n" + memory_report.alternatives(easier(arguments)))

@@ -18,7 +18,7 @@ from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.models.families import family_of
-from engine.planning.machine import Machine, machine_for
+from engine.planning.machine import Machine
 from engine.planning.memory_plan import memory_plan_of
 from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
@@ -28,10 +28,10 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.training.base_encoding import stacks_sentence
 from engine.training.module_plan import decoder_in_training, training_plan
-from rankfold.planning import time_by_kernel
+from rankfold.planning import answer_record, time_by_kernel
 from rankfold.planning.memory_measure import measure
-from rankfold.planning.memory_question import GIB, measured_cpu, read_config
-from rankfold.planning.memory_report import part_table, routing_sentence, table
+from rankfold.planning.memory_question import GIB, machine_of, read_config
+from rankfold.planning.memory_report import part_table, routing_sentence, table, time_lines
 
 _STEPS = 4
 """Steps of a measurement; the last one counts."""
@@ -45,12 +45,10 @@ def report(arguments: argparse.Namespace) -> str:
     """
     config = _read(arguments)
     candidate, machine = _predicted(config, arguments)
-    time = candidate.time
-    assert time is not None
     lines = [
-        f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}",
-        f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s per GPU with the "
-        f"speeds of {machine.name}",
+        f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}; predicted "
+        f"with the speeds of {machine.name}:",
+        *time_lines(candidate, machine, arguments.gpus),
         *_images(candidate.workload, arguments.tiles),
         *_stacks(config),
         "",
@@ -65,6 +63,9 @@ def report(arguments: argparse.Namespace) -> str:
         lines += ["", time_by_kernel.report(candidate, machine)]
     if arguments.measure:
         lines += ["", _measured(config, candidate)]
+    if arguments.json is not None:
+        record = answer_record.of_candidate(candidate, machine)
+        answer_record.write(arguments.json, {"predicted": True, "machine": answer_record.of_machine(machine), **record})
     return "\n".join(lines)
 
 
@@ -98,7 +99,7 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
     """Predicts a step on the chosen GPU, or on this machine's CPU."""
     on_cpu = arguments.machine == "cpu" or (arguments.measure and not torch.cuda.is_available())
     device_type = "cpu" if on_cpu else "cuda"
-    machine = measured_cpu(arguments.gpu_memory) if on_cpu else machine_for(arguments.machine, arguments.gpu_memory)
+    machine = machine_of("cpu" if on_cpu else arguments.machine, arguments.gpu_memory, arguments.speeds)
     workload = replace(_workload(config, device_type), beside=int(arguments.beside))
     tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * arguments.tiles)
     workload = replace(workload, tiles=tiles)

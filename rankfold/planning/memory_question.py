@@ -18,19 +18,22 @@ from engine.config.data import DataOptions
 from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
 from engine.config.matching import BLOCK_LINEARS
+from engine.config.memory import CudaGraph, MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.files.refusals import shown
 from engine.layers.recompute import Level
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
-from engine.planning.machine import MACHINES, Machine, machine_for
+from engine.planning.machine import MEASURED_SPEEDS, Machine, machine_for
 from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Routing, Workload
 from engine.planning.search import SearchRequest, SearchResult, search
+from engine.sentences import listed
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.telemetry.progress import Progress
@@ -116,6 +119,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
         reserve=arguments.reserve,
         host_memory=arguments.host_memory or total_memory_bytes() / GIB,
         machine=arguments.machine,
+        speeds=arguments.speeds,
         allowed=Allowed(
             recompute=_levels(arguments.recompute),
             offload=_chosen("--offload", arguments.offload, PLACES),
@@ -169,6 +173,7 @@ def answer_for(
     host_memory: float | None = None,
     folder: str | None = None,
     machine: str | None = None,
+    speeds: str | None = None,
     allowed: Allowed | None = None,
     beside: int = 0,
     tiles_per_row: int = 1,
@@ -182,6 +187,8 @@ def answer_for(
         gpu_memory: GiB of a device.
         reserve: percent of it that stays free.
         host_memory: GiB of a machine, shared by the devices in it; None for no limit.
+        machine: name of the speeds to assume; None for those of a GPU with that memory.
+        speeds: file of measured ones; None for none.
         allowed: the measures that may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
         tiles_per_row: tiles of images in a row, for a model with vision.
@@ -193,7 +200,7 @@ def answer_for(
     family, text = family_of(hf_config)
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
-    chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
+    chosen = machine_of(machine, gpu_memory, speeds)
     workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
     longest = workload.longest_document if document_length is None else document_length
     tiles = usual_tiles(decoder, config.train.micro_batch_size * tiles_per_row)
@@ -266,6 +273,7 @@ def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...]
     rows = arguments.global_batch
     if rows is None:
         rows = max(8, arguments.gpus) * arguments.micro_batch
+    graph: CudaGraph = arguments.cuda_graph
     trainable, rank = _names(arguments.trainable), arguments.rank
     if rank is None:
         rank = 0 if "*" in trainable else 16  # where everything trains, nothing is left for adapters
@@ -280,7 +288,8 @@ def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...]
             dropout=arguments.dropout,
             targets=_names(arguments.targets) or linears,
         ),
-        data=DataOptions(seq_length=arguments.seq_length),
+        data=DataOptions(seq_length=arguments.seq_length, packing=graph != "none"),  # which graphs need
+        memory=MemoryOptions(cuda_graph=graph),
         train=TrainOptions(micro_batch_size=arguments.micro_batch, global_batch_size=rows),
     )
 
@@ -307,6 +316,47 @@ def _levels(text: str | None) -> tuple[Level, ...]:
     return tuple(level for level in RECOMPUTE_LEVELS if level in names) if names else RECOMPUTE_LEVELS
 
 
+def machine_of(name: str | None, memory: float, speeds: str | None) -> Machine:
+    """Returns the machine whose speeds are assumed.
+
+    Args:
+        name: of a preset, or "cpu", which is measured; None for a GPU with that memory.
+        memory: GiB of a device.
+        speeds: file of measured speeds; None for none.
+
+    Raises:
+        UserError: there is no such preset, or the file has no speeds.
+    """
+    if name == "cpu":
+        if speeds is not None:
+            raise UserError(
+                f"--speeds is {speeds} and --machine is cpu, which is measured here: leave one of them out."
+            )
+        return measured_cpu(memory)
+    machine = machine_for(name, memory)
+    return machine if speeds is None else machine.with_measured(read_speeds(speeds))
+
+
+def read_speeds(path: str) -> dict[str, float]:
+    """Returns the speeds in the JSON file of `rankfold benchmark machine-speed`, by the names of `Machine`.
+
+    Raises:
+        UserError: it has none, or one that is no positive number.
+    """
+    advice = "give the --json FILE of rankfold benchmark machine-speed, run on such a GPU"
+    found = read_json(Path(path), advice)
+    speeds = found.get("speeds")
+    if found.get("device") == "cpu":
+        raise UserError(f"{shown(path)} has the speeds of a CPU: {advice}.")
+    if not isinstance(speeds, dict) or not speeds:
+        raise UserError(f"{shown(path)} has no measured speeds: {advice}.")
+    for name, value in speeds.items():
+        known = name in MEASURED_SPEEDS
+        if not known or isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise UserError(f"{shown(path)} has no speed {listed([name])} that can be used: {advice}.")
+    return {name: float(value) for name, value in speeds.items()}
+
+
 def measured_cpu(memory: float) -> Machine:
     """Measures this machine's CPU by a product of 1024 x 1024 matrices and a copy of 64 MiB, the best of three each."""
     a, source = torch.ones(1024, 1024), torch.ones(2**24)
@@ -314,17 +364,15 @@ def measured_cpu(memory: float) -> Machine:
     product = min(_seconds(lambda: a @ a) for _ in range(3))
     copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
     copies = 2 * source.nbytes / copy / 1e9
-    fastest = MACHINES["h100-80"]  # its links are not used on one device
-    return replace(
-        fastest,
+    products = 2 * 1024**3 / product / 1e12
+    return Machine(
         name="cpu",
         memory=memory,
-        sheet=0.0,
-        products=2 * 1024**3 / product / 1e12,
+        products=products,
         copies=copies,
         link=copies / 2,
         network=copies / 2,
-        products_fp8=2 * 1024**3 / product / 1e12,
+        products_fp8=products,
         host=copies / 2,
     )
 

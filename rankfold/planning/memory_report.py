@@ -15,10 +15,11 @@ from engine.layers.rounding import FLOAT8
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import active_parameters, num_parameters
 from engine.planning.ledger import PARTS
-from engine.planning.machine import COPY_SHARE, PRODUCT_SHARE
+from engine.planning.machine import Machine
 from engine.planning.peak import fullest
 from engine.planning.search import SAME_TIME, Candidate
 from engine.telemetry.format import counted, format_columns, format_parameters
+from rankfold.planning import time_report
 from rankfold.planning.memory_question import GIB, Answer
 from rankfold.planning.time_by_kernel import model_flops
 
@@ -93,15 +94,31 @@ def _beside(answer: Answer) -> str:
 def _chosen(answer: Answer, best: Candidate) -> str:
     time = best.time
     assert time is not None
-    return (
-        f"Yes. {_recommended(answer, best)}\n"
-        f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU; "
-        f"pipeline bubble {time.bubble:.1%}{_share_of_peak(answer, best)}\n"
-        f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden behind compute\n"
+    lines = [
+        f"Yes. {_recommended(answer, best)}",
+        *time_lines(best, answer.machine, answer.devices),
+        f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden behind compute",
         f"gradients: {time.reduction:.2g} s of reduction, of which {time.exposed_reduction:.2g} s exposed; update "
-        f"{time.update:.2g} s{_host(answer, best)}"
-        f"{routing_sentence(best, answer.capacity)}"
-    )
+        f"{time.update:.2g} s{_host(answer, best)}",
+    ]
+    return "\n".join(lines) + routing_sentence(best, answer.capacity)
+
+
+def time_lines(candidate: Candidate, machine: Machine, devices: int) -> list[str]:
+    """Returns the lines on a candidate's time: the range, the share of the data sheet's speed, what is assumed, and the
+    host's part."""
+    found = time_report.range_of(candidate, machine)
+    lines = [
+        f"step {time_report.seconds(found)}, {time_report.tokens(found, devices)} tokens/s per GPU; "
+        f"pipeline bubble {found.likely.bubble:.1%}"
+    ]
+    if machine.sheet:
+        share = time_report.shares(found, model_flops(candidate.workload) / devices, machine.sheet)
+        lines.append(
+            f"speed: {share} of the data sheet's {machine.sheet:,.0f} TFLOP/s in 16 bits, counting the model's own "
+            "arithmetic"
+        )
+    return [one for one in (*lines, time_report.assumed(machine), time_report.host(found.likely)) if one]
 
 
 def _recommended(answer: Answer, best: Candidate) -> str:
@@ -110,9 +127,10 @@ def _recommended(answer: Answer, best: Candidate) -> str:
     if fastest is best:
         return f"Fastest that fits: {best.label()}"
     slower = _step(best) / _step(fastest) - 1
+    speed = f"{slower:.1%} slower than" if slower >= 0.0005 else "as fast as"
     return (
         f"Recommended: {best.label()}\n"
-        f"It is predicted to be {slower:.1%} slower than the fastest that fits, and to take {best.peak / GIB:.1f} GiB "
+        f"It is predicted to be {speed} the fastest that fits, and to take {best.peak / GIB:.1f} GiB "
         f"instead of {fastest.peak / GIB:.1f}: times within {SAME_TIME:.0%} of each other are not told apart."
     )
 
@@ -120,20 +138,6 @@ def _recommended(answer: Answer, best: Candidate) -> str:
 def _step(candidate: Candidate) -> float:
     assert candidate.time is not None
     return candidate.time.step
-
-
-def _share_of_peak(answer: Answer, best: Candidate) -> str:
-    """Returns the line on the share of the data sheet's speed: the prediction's, and those that it assumes."""
-    sheet = answer.machine.sheet
-    if not sheet:
-        return ""
-    flops = model_flops(best.workload) / answer.devices
-    share = flops / (_step(best) * sheet * 1e12)
-    return (
-        f"\nspeed: {share:.0%} of the data sheet's {sheet:,.0f} TFLOP/s in 16 bits, counting the model's own "
-        f"arithmetic; assumed are {PRODUCT_SHARE:.0%} of the data sheet for products and {COPY_SHARE:.0%} for memory "
-        "and links, measured on one H200"
-    )
 
 
 def routing_sentence(found: Candidate, capacity: float) -> str:
@@ -168,10 +172,10 @@ def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
     rows = []
     for added, answer in found:
         best = answer.found.fitting[0]
-        assert best.time is not None
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in added.items())
         room = f"{best.peak / GIB:.1f} GiB on a GPU"
-        rows.append((flags, room, f"{best.time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU"))
+        speed = time_report.tokens(time_report.range_of(best, answer.machine), answer.devices)
+        rows.append((flags, room, f"{speed} tokens/s per GPU"))
     return "It fits with one of these added to the command:\n" + table([(f"  {row[0]}", *row[1:]) for row in rows])
 
 
@@ -197,14 +201,14 @@ def part_table(candidate: Candidate) -> str:
 def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
     rows = [("layout", "GiB", "step s", "tokens/s per GPU", "bubble")]
     for one in candidates:
-        assert one.time is not None
+        found = time_report.range_of(one, answer.machine)
         rows.append(
             (
                 one.label(),
                 f"{one.peak / GIB:.1f}",
-                f"{one.time.step:.3g}",
-                f"{one.time.tokens_per_second / answer.devices:,.0f}",
-                f"{one.time.bubble:.1%}",
+                f"{found.likely.step:.3g}",
+                time_report.tokens(found, answer.devices),
+                f"{found.likely.bubble:.1%}",
             )
         )
     return table(rows)

@@ -1,7 +1,7 @@
 """The time of a step on one rank, kernel by kernel: the page that `rankfold plan memory --by-kernel` adds.
 
 A kernel's time is that of its bytes at the memory's speed or of its arithmetic at that of products, whichever is
-longer. These are limits of the machine, to compare with measured figures.
+longer, at the speeds that are likely; the range of the whole step is above the table.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def report(candidate: Candidate, machine: Machine) -> str:
         candidate: the configuration.
         machine: whose speeds count.
     """
+    machine = machine.graphed() if candidate.workload.graphed else machine
     workload, layout, memory = candidate.workload, candidate.layout, candidate.memory
     rows = kernel_times(workload, layout, memory, machine)
     kernels = sum(one.seconds for one in rows)
@@ -42,9 +43,10 @@ def report(candidate: Candidate, machine: Machine) -> str:
         f"One rank's step, kernel by kernel: {speed}, {machine.copies:,.0f} GB/s of "
         f"{machine.name}" + (" (all stages together)" if layout.parallel.pipeline > 1 else ""),
         *format_columns(_table(rows, kernels), names=2),
-        f"{launches:,} launches. The whole step takes {1e3 * time.step:,.1f} ms, with the update, exposed "
-        f"communication and the pipeline's bubble: {share:.1%} of the speed of {of_what}, counting the model's "
-        f"own arithmetic{without}.",
+        f"{launches:,} launches, with {1e3 * machine.gap * launches:,.1f} ms of gaps between them"
+        f"{' in graphs' if workload.graphed else ''}. The whole step takes {1e3 * time.step:,.1f} ms, with the update, "
+        f"exposed communication, the pipeline's bubble and the host: {share:.1%} of the speed of {of_what}, counting "
+        f"the model's own arithmetic{without}.",
     ]
     tax = lora_tax(workload, layout, memory, machine)
     if tax is not None:
@@ -87,7 +89,7 @@ def _table(rows: Sequence[KernelTime], kernels: float) -> list[tuple[str, ...]]:
 
 
 def _limit(kernel: KernelTime) -> str:
-    """Returns a kernel's time, and for a product the share of the device that its tiles fill."""
+    """Returns what limits a kernel, and for a product the share of the best one's speed that its shape allows."""
     if kernel.limit == "products" and kernel.launch.result is not None:
-        return f"products, {kernel.evenness:.0%} even"
+        return f"products, shape {kernel.filling:.0%}"
     return kernel.limit

@@ -22,10 +22,11 @@ from engine.planning.peak import PeakEstimate
 from engine.planning.rank_layout import Layout
 from engine.planning.search import Candidate, SearchResult, _recommended_first
 from engine.planning.shapes import Parameters
-from engine.planning.step_time import StepTime, predict_time
-from rankfold.planning import memory, memory_config
+from engine.planning.step_time import StepRange, StepTime, predict_time
+from rankfold.planning import memory, memory_config, time_report
 from rankfold.planning.memory_question import GIB, Answer, answer_for, ask
 from rankfold.planning.memory_report import report
+from rankfold.planning.time_by_kernel import model_flops
 from tests.support.terminal import OnTerminal
 from tests.unit.test_planning_experts import MIXTURE
 from tests.unit.test_planning_search import FREE, ROOT, SMALL, _config, _workload
@@ -132,21 +133,17 @@ def test_the_answer_says_why_not_the_fastest() -> None:
 
 
 def test_the_answer_says_which_share_of_the_peak_it_comes_to() -> None:
-    """Half of the time takes twice the share; 790 and 989 TFLOP/s, 4.3 and 4.8 TB/s of an H200."""
-    shares = []
-    for seconds in (4e-5, 2e-5):
-        lines = report(_answer(_candidate(seconds, 50)), top=1).splitlines()
-        (line,) = (line for line in lines if line.startswith("speed: "))
-        assert "of the data sheet's 989 TFLOP/s in 16 bits" in line
-        assert (
-            "assumed are 80% of the data sheet for products and 90% for memory and links, measured on one H200" in line
-        )
-        shares.append(int(line.removeprefix("speed: ").partition("%")[0]))
-    assert shares[1] == pytest.approx(2 * shares[0], abs=1)
-    # 4 N operations a token of the linears, 6 of the adapters, and half of attention's scores three times
-    linears, attention = 8 * 256 * (2 * 256 + 2 * 128 + 3 * 704) + 256 * 2000, 6 * 8 * 256 * 512
-    flops = 8 * 512 * (4 * linears + 6 * ELEMENTS + attention)
-    assert shares[1] == pytest.approx(100 * flops / 8 / 2e-5 / 989e12, rel=0.02)
+    """Half of the time takes twice the share; 989 TFLOP/s of an H200."""
+    slow, likely, fast = (_candidate(seconds, 50).time for seconds in (4e-3, 2e-3, 1e-3))
+    assert slow is not None and likely is not None and fast is not None
+    flops = 989e12 * 1e-3 / 4
+    assert time_report.shares(StepRange(slow=slow, likely=likely, fast=fast), flops, 989) == "12% (6 to 25)"
+    answer = _answer(_candidate(1.0, 50))
+    (line,) = (line for line in report(answer, top=1).splitlines() if line.startswith("speed: "))
+    assert "of the data sheet's 989 TFLOP/s in 16 bits, counting the model's own arithmetic" in line
+    found = time_report.range_of(answer.found.fitting[0], answer.machine)
+    share = model_flops(answer.workload) / answer.devices / found.likely.step / 989e12
+    assert line.startswith(f"speed: {100 * share:.0f}%")
 
 
 @pytest.mark.parametrize(

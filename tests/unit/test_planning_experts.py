@@ -31,6 +31,8 @@ from engine.experts.ops.routing import RoutingRule
 from engine.layers.recompute import MemoryPlan
 from engine.models.describe import active_parameters, num_parameters
 from engine.models.families import family_of
+from engine.planning import launches
+from engine.planning.launch_times import filling
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout
@@ -230,10 +232,15 @@ def test_whole_experts_need_no_sums_over_tensor_ranks() -> None:
 
 
 def test_few_tokens_of_each_expert_fill_a_device_badly() -> None:
-    """128 results of 24 x 4096 take as many tiles as 128 of 128 x 4096."""
-    h100 = MACHINES["h100-80"]
-    few, many = (h100.evenness(rows, 4096, 128) for rows in (24, 128))
-    assert few / many == pytest.approx(24 / 128) and h100.evenness(3072, 4096) > 4 * few
+    """Each expert's last tile of 128 rows is half empty, on the average."""
+    h100, inner = MACHINES["h100-80"], 2048
+
+    def share(rows: int) -> float:
+        launch = launches.Launch("", 0, 2.0 * 128 * rows * 4096 * inner, (rows, 4096), "grouped product", products=128)
+        return filling(launch, h100)
+
+    assert share(24) / share(128) == pytest.approx((24 / 88) / (128 / 192))
+    assert share(3072) > 3 * share(24)
 
 
 def test_a_search_spreads_experts_every_way() -> None:

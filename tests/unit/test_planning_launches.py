@@ -9,15 +9,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.choices import RECOMPUTE_LEVELS
+from engine.config.data import DataOptions
 from engine.config.lora import LoraOptions
+from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.train import TrainOptions
 from engine.layers.recompute import Level, MemoryPlan
 from engine.planning.kernel_times import KernelTime, kernel_times, lora_tax
-from engine.planning.launches import Launch
 from engine.planning.machine import MACHINES
 from engine.planning.rank_layout import Layout, Workload
-from engine.planning.step_time import launch_limits, predict_time
+from engine.planning.step_time import predict_time
 from rankfold.planning import time_by_kernel
 from rankfold.planning.memory_examples import LLAMA_3_8B
 from rankfold.planning.memory_question import answer_for
@@ -113,29 +114,6 @@ def test_ranks_that_no_kernel_takes_at_once_make_it_two() -> None:
     assert ("layers", "forward", "swiglu_forward") not in few
 
 
-def test_an_uneven_last_wave_takes_as_long_as_a_full_one() -> None:
-    """132 multiprocessors, tiles of 256 x 128 either way round; 8192 x 8192 has 2048 tiles, in 16 waves."""
-    whole = 2048 / (16 * 132)
-    assert H100.evenness(8192, 8192) == 1.0
-    assert H100.evenness(8192, 4096) == pytest.approx(1024 / (8 * 132) / whole)
-    assert H100.evenness(523, 4096) == pytest.approx(523 * 4096 / (256 * 128) / 132 / whole)  # one wave
-    # 3 x 1002 or 5 x 501 tiles: 2505 are 18.98 waves
-    assert H100.evenness(523, 128_256) == pytest.approx(523 * 128_256 / (256 * 128) / (19 * 132) / whole)
-
-
-def test_a_launch_takes_its_longest_limit() -> None:
-    speed, copies = H100.products * 1e12, H100.copies * 1e9
-    limits = launch_limits(Launch("mm", int(copies), 3 * speed, (8192, 8192), "product"), H100)
-    assert limits == pytest.approx({"memory": 1.0, "products": 3.0, "launches": 2.5e-6})
-    codes = launch_limits(Launch("scaled_mm", 0, H100.products_fp8 * 1e12, (8192, 8192), "fp8 product"), H100)
-    assert codes["products"] == pytest.approx(1.0)
-    dense, packed = (
-        launch_limits(Launch("attention forward", 0, speed, None, kind), H100)["products"]
-        for kind in ("attention", "packed attention")
-    )
-    assert (dense, packed) == pytest.approx((790 / 631, 790 / 329))
-
-
 def test_adapters_alone_are_the_tax() -> None:
     config = _config(512, lora=LoraOptions(rank=16))
     workload = _workload(SMALL, config)
@@ -146,8 +124,9 @@ def test_adapters_alone_are_the_tax() -> None:
 
 
 def test_the_page_sums_to_the_predicted_step() -> None:
-    """All that a step takes on one GPU beside its kernels is the update."""
-    config = _config(512, lora=LoraOptions(rank=16))
+    """All that a step takes on one GPU beside its kernels is the update, where the host launches in time."""
+    graphs = {"data": DataOptions(seq_length=512, packing=True), "memory": MemoryOptions(cuda_graph="step")}
+    config = _config(512, lora=LoraOptions(rank=16), **graphs)
     answer = answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine="h100-80", document_length=128)
     best = answer.found.fitting[0]
     assert best.workload.document_length == 128

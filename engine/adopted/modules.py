@@ -147,7 +147,7 @@ class Adopted(ShardedModule):
                     settings=settings,
                     site=next(sites),
                     build=build,
-                    own=lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
+                    own=lambda full, shape, spec: self.own(full, build.factor(shape), spec, trainable=True),
                 )
         return found
 

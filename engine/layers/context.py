@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.choices import ExpertFactors
 from engine.distributed.mesh import Axis, ExpertAxes, Mesh
+from engine.layers.shared_base import FrozenStorages, Storage
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.attention.context_parallel import Method
 from engine.ops.encoded_weight import BaseEncoding
@@ -142,6 +143,8 @@ class LayerContext:
         defers_reduce: linears leave sums over tensor ranks, of a column linear's input gradient and of a row linear's
             output, to the code around them.
         norm_readers: sets of linears that read a norm's output, and add to the gradient of its weight.
+        frozen: the storages of all weights but adapters, where several models read them; None where this one has its
+            own.
     """
 
     layout: TensorLayout
@@ -150,10 +153,20 @@ class LayerContext:
     dtype: torch.dtype
     defers_reduce: bool = False
     norm_readers: int = 1
+    frozen: FrozenStorages | None = None
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Makes storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""
+        """Makes storage of weights that a loader or an initialiser fills, or takes that of the base which several
+        models read."""
+        return self.once(lambda: self.factor(shape))
+
+    def factor(self, shape: tuple[int, ...]) -> Tensor:
+        """Makes storage of an adapter, which no other model reads; padding rows must read as zero, hence zeros."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def once(self, make: Callable[[], Storage]) -> Storage:
+        """Returns what `make` returns, the same for all models that read one base."""
+        return make() if self.frozen is None else self.frozen.take(make)
 
 
 def deferred_sums(build: LayerContext) -> LayerContext:

@@ -47,8 +47,8 @@ class VocabParallelEmbedding(ShardedModule):
         if settings is not None:
             spec_a = padded_split_spec((settings.rank, vocab_size), 1, rank=tp.rank, size=tp.size)
             spec_b = replicated_spec((hidden, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-            a = self.own(f"{name}.lora_A", build.empty(spec_a.local_shape), spec_a, trainable=True)
-            b = self.own(f"{name}.lora_B", build.empty(spec_b.local_shape), spec_b, trainable=True)
+            a = self.own(f"{name}.lora_A", build.factor(spec_a.local_shape), spec_a, trainable=True)
+            b = self.own(f"{name}.lora_B", build.factor(spec_b.local_shape), spec_b, trainable=True)
             self._leaves += [a.parameter, b.parameter]
         self.operands = EmbeddingOperands(
             weight_VH=weight.parameter.data,

@@ -97,7 +97,8 @@ class _ParallelLinear(ShardedModule):
         self.encoded = None
         if layout.base is not None and shared is None and not any(plan.trains(section.name) for section in sections):
             weights = [(section.name, section.spec) for section in sections]
-            self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
+            base = layout.base
+            self.encoded = build.once(lambda: EncodedStorage(weights, base, tp=layout.tp, device=device))
             may_fold = may_fold and self.encoded.weight.is_decoded
         may_fold = may_fold and layout.fold and shared is None
         forward_way, backward_way = self._ways(rows, adapted=bool(adapted), may_fold=may_fold)
@@ -182,7 +183,7 @@ class _ParallelLinear(ShardedModule):
 
     def _own_rows(self, section: Section, leaf: str) -> ShardEntry:
         """Makes a trained number for each output row of an adapter."""
-        storage = self.build.empty((section.rows,))
+        storage = self.build.factor((section.rows,))
         return self.own(f"{section.name}.{leaf}", storage, self._bias_spec(section.spec), trainable=True)
 
     def _build_magnitudes(self, adapted: list[_Adapted], adapters: tuple[Adapter, ...]) -> tuple[Magnitude, ...]:
@@ -253,7 +254,7 @@ class _ParallelLinear(ShardedModule):
         """Makes A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
         if not adapted:
             return None
-        stacked = self.build.empty((total_rank, self.in_features))
+        stacked = self.build.factor((total_rank, self.in_features))
         adapters, first = [], 0
         for section, settings, first_column in adapted:
             rank = settings.rank
@@ -262,7 +263,7 @@ class _ParallelLinear(ShardedModule):
                 columns = slice(self.in_features + first, self.in_features + first + rank)
                 b_storage = self.storage[first_column : first_column + section.rows, columns]
             else:
-                b_storage = self.build.empty(spec_b.local_shape)
+                b_storage = self.build.factor(spec_b.local_shape)
             a = self.own(f"{section.name}.lora_A", stacked[first : first + rank], spec_a, trainable=True)
             b = self.own(f"{section.name}.lora_B", b_storage, spec_b, trainable=True)
             self._leaves.extend((a.parameter, b.parameter))

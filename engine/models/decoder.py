@@ -30,6 +30,7 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
+from engine.layers.shared_base import FrozenStorages
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
 from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
@@ -83,6 +84,7 @@ class Decoder(nn.Module):
         weights: spreads the weights over ranks, all parts on this rank alike; None keeps all of them here. The last
             norm's stays whole: backward under a frozen head needs no more than that. So do those of the encoder that
             layers attend to.
+        frozen: memory of all weights but adapters, where several models read them; None where this one has its own.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or `memory` does not fit the model or the device.
@@ -100,12 +102,13 @@ class Decoder(nn.Module):
         embedding_weight: ShardEntry | None = None,
         memory: MemoryPlan = SELECTIVE,
         weights: WeightPlacement | None = None,
+        frozen: FrozenStorages | None = None,
     ) -> None:
         super().__init__()
         memory.check_layers(config.num_layers)
         self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
-        build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
+        build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype, frozen=frozen)
         self.embedding: VocabParallelEmbedding | None = None
         self.fronts = nn.ModuleList()
         """One for each of the config's fronts, on the first part; else empty."""

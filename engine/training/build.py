@@ -10,6 +10,7 @@ from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
+from engine.layers.shared_base import SharedBase
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.objectives.build import build_objective
@@ -65,6 +66,7 @@ def build_training(
     *,
     documents_per_row: int | None = None,
     mesh: Mesh | None = None,
+    base: SharedBase | None = None,
 ) -> Training:
     """Builds the model with its weights, the optimizer and the step.
 
@@ -74,6 +76,7 @@ def build_training(
     Args:
         documents_per_row: most documents in any row of the training data; graphs are sized by it.
         mesh: of `run_mesh`, where it has been made already.
+        base: the frozen weights, where several models read them; None where this one has its own.
     """
     decoder = source.model.decoder
     mesh = mesh or run_mesh(config, launch, decoder)
@@ -92,13 +95,27 @@ def build_training(
         weights=weights,
         objective=objective,
         loss_scale=loss_scale,
+        base=base,
         log=log,
     )
     entries = stages.entries()
     flat = build_flat(config, launch.device, entries, mesh, weights, places, lr_factor=plan.lr_factor, log=log)
-    with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=True):
-        fill_parameters(config, source, plan, entries, flat, weights, mesh, log)
-        fill_base(config, source.model, source.weights, stages.models(), weights, log)
+    reads = base is None or not base.is_filled
+    with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=reads):
+        fill_parameters(
+            config,
+            source,
+            plan,
+            entries if reads else [one for one in entries if one.sink is not None],
+            flat,
+            weights,
+            mesh,
+            log,
+        )
+        if reads:
+            fill_base(config, source.model, source.weights, stages.models(), weights, log)
+    if base is not None:
+        base.is_filled = True
     optimizer = build_optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from engine.config.rules import gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh
 from engine.layers.context import TensorLayout
+from engine.layers.shared_base import SharedBase
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import build_decoder
 from engine.models.decoder_config import DecoderConfig
@@ -39,6 +41,7 @@ def build_stages(
     weights: WeightPlacement,
     objective: Objective,
     loss_scale: LossScale | None,
+    base: SharedBase | None,
     log: Log,
 ) -> Stages:
     """Builds this rank's parts of the model, still empty, as stages, and logs their kernels.
@@ -46,8 +49,10 @@ def build_stages(
     Args:
         weights: where the weights wait.
         loss_scale: of float16; None without one.
+        base: the frozen weights, where several models read them; None where this one has its own.
     """
     layout = _layout(config, mesh, plan.partition, choices, splits_tokens=decoder.splits_tokens)
+    layout = replace(layout, fold=layout.fold and base is None)
     for sentence in choices.sentences:
         log.info(sentence)
     if not decoder.splits_tokens and config.parallel.sequence_parallel:
@@ -71,6 +76,7 @@ def build_stages(
             embedding_weight=embedding_weight,
             memory=memory,
             weights=weights,
+            frozen=None if base is None else base.begin(number),
         )
         if model.embedding is not None:
             embedding_weight = model.embedding.weight

@@ -204,7 +204,7 @@ class GroupedLinear(ShardedModule):
         self.trained: list[ShardEntry] = [entry for entry in self.entries if entry.sink is not None]
         low_rank, b_EOR = None, self.storage[..., self._in :]
         if self.encoded is not None:
-            b_EOR = build.empty(tuple(b_EOR.shape))
+            b_EOR = build.factor(tuple(b_EOR.shape))
         if adapters:
             low_rank = self._build_adapters(adapters, b_EOR, padded, site, first_feature)
         trains = any(build.plan.trains(f"{prefix}.{expert}.{leaf}") for expert in range(num_experts) for leaf in leaves)
@@ -248,7 +248,10 @@ class GroupedLinear(ShardedModule):
         if layout.base is None or any(map(self._build.plan.trains, everywhere)):
             return None
         sections = [(f"{self._prefix}.{expert}.{leaf}", self._spec) for expert in self._experts for leaf in leaves]
-        return EncodedStorage(sections, layout.base, tp=layout.expert_axes.tp, device=self._build.device)
+        base = layout.base
+        return self._build.once(
+            lambda: EncodedStorage(sections, base, tp=layout.expert_axes.tp, device=self._build.device)
+        )
 
     def _decoded_operand(self, b_EOR: Tensor | None) -> EncodedExperts | None:
         base = self._build.layout.base
@@ -312,8 +315,8 @@ class GroupedLinear(ShardedModule):
         """Makes A as rows of one stacked tensor; B as columns of another, of the storage where there is one, or one
         matrix where experts share it."""
         shares, build, count = self._sharing, self._build, len(self._experts)
-        stacked = build.empty((padded, self._in) if shares.a else (count, padded, self._in))
-        b_shared = build.empty((self.storage.shape[1], padded)) if shares.b else None
+        stacked = build.factor((padded, self._in) if shares.a else (count, padded, self._in))
+        b_shared = build.factor((self.storage.shape[1], padded)) if shares.b else None
         a_blocks: list[list[GradientBlock]] = [[] for _ in range(1 if shares.a else count)]
         b_blocks: list[list[GradientBlock]] = [[] for _ in range(1 if shares.b else count)]
         places, first = [], 0

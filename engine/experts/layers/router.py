@@ -41,7 +41,9 @@ class Router(ShardedModule):
         self._dtype = torch.float32 if rule.wide else None
         trains = build.plan.trains(name)
         shape, wide = (rule.num_experts, hidden), torch.float32
-        frozen = torch.empty(shape, dtype=wide, device=build.device) if rule.keeps_weight_wide and not trains else None
+        frozen = None
+        if rule.keeps_weight_wide and not trains:
+            frozen = build.once(lambda: torch.empty(shape, dtype=wide, device=build.device))
         self.weight = self._own("weight", shape, trains, frozen)
         self.bias = self._own("bias", (rule.num_experts,), trains) if rule.has_bias else None
         self.scale: ShardEntry | None = None
@@ -53,7 +55,7 @@ class Router(ShardedModule):
         self.correction: ShardEntry | None = None
         if rule.has_correction:
             # in fp32 whatever the model computes in: differences of scores are smaller than bfloat16 can tell
-            values = torch.zeros(rule.num_experts, dtype=torch.float32, device=build.device)
+            values = build.once(lambda: torch.zeros(rule.num_experts, dtype=torch.float32, device=build.device))
             if rule.correction_is_row:
                 values = values[None]
             self.correction = self._own(CORRECTION, tuple(values.shape), False, values)
@@ -62,8 +64,10 @@ class Router(ShardedModule):
         if (settings := build.plan.adapter(name)) is not None:
             self._check(settings)
             self.factors = (
-                self._own("lora_A", (settings.rank, hidden), True),
-                self._own("lora_B", (rule.num_experts, settings.rank), True),
+                self._own("lora_A", (settings.rank, hidden), True, build.factor((settings.rank, hidden))),
+                self._own(
+                    "lora_B", (rule.num_experts, settings.rank), True, build.factor((rule.num_experts, settings.rank))
+                ),
             )
             self._scale = settings.scale
             if settings.dropout > 0:

@@ -1,0 +1,92 @@
+"""Several models that read one frozen base, each with adapters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.api import load_config
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.layers.shared_base import SharedBase
+from engine.runtime.launch import start
+from engine.telemetry.log import Log
+from engine.training.build import Training, build_training
+from engine.training.start import refuse_early
+from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
+from tests.support.small_training import packed_batch
+
+SMALLER = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "head_dim": 16,
+}  # fmt: skip
+HYBRID = {
+    "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+ADAPTERS = (
+    {"rank": 4, "alpha": 8},
+    {"rank": 8, "alpha": 4, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
+    {"rank": 3, "alpha": 3, "dropout": 0.05, "dora": True},
+)
+
+
+def _configs(folder: Path, adapters: Sequence[dict[str, object]] = ADAPTERS, **model: object) -> list[RunConfig]:
+    return [
+        load_config(
+            {
+                "model": {"path": str(folder), "init": "random", **model},
+                "lora": adapter,
+                "data": {"train": str(folder / "train.jsonl"), "format": "text", "seq_length": 64},
+                "train": {"steps": 1, "seed": 5},
+            }
+        )
+        for adapter in adapters
+    ]
+
+
+def _build(config: RunConfig, base: SharedBase | None) -> Training:
+    launch = start(60.0, deterministic=False)
+    return build_training(config, launch, *refuse_early(config, launch), Log(1), base=base)
+
+
+def _steps(training: Training, number: int, seed: int) -> None:
+    batch = packed_batch([(30, 34)], SMALLER["vocab_size"], 10 * seed + number)
+    training.step([batch], float(batch.loss_weights_BS.sum()), 1e-2)
+
+
+def _trained(training: Training) -> dict[str, Tensor]:
+    return {entry.name: entry.parameter.data for entry in training.stages.entries() if entry.sink is not None}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model"),
+    [(SMALL_LLAMA, {}), (SMALL_LLAMA, {"base_dtype": "nf4"}), ({**SMALL_HYBRID, **HYBRID}, {})],
+    ids=["text", "nf4", "hybrid"],
+)
+def test_each_trains_as_alone(tmp_path: Path, sizes: dict[str, object], model: dict[str, object]) -> None:
+    write_small_run(tmp_path, {**sizes, **SMALLER})
+    # DoRA needs the lengths of rows, which nobody has of encoded ones
+    configs = _configs(tmp_path, ADAPTERS[: 2 if model else 3], **model)
+    base = SharedBase()
+    together = [_build(config, base) for config in configs]
+    frozen = [
+        {entry.name: entry.parameter.data_ptr() for entry in one.stages.entries() if entry.sink is None}
+        for one in together
+    ]
+    assert frozen[0] and all(one == frozen[0] for one in frozen)
+    for number in range(3):
+        for seed, training in enumerate(together):
+            _steps(training, number, seed)
+    for seed, config in enumerate(configs):
+        alone = _build(config, None)
+        for number in range(3):
+            _steps(alone, number, seed)
+        found, expected = _trained(together[seed]), _trained(alone)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=name)

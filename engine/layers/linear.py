@@ -132,6 +132,7 @@ class _ParallelLinear(ShardedModule):
             sequence_parallel=layout.sequence_parallel,
             joint=joint,
             kernels=layout.kernels,
+            name=sections[0].name,
             encoded=self.encoded.operand(build.dtype, extra) if self.encoded is not None else None,
         )
 
@@ -168,6 +169,11 @@ class _ParallelLinear(ShardedModule):
                 encoding=None if self.encoded is None else self.encoded.weight.encoding.name,
             ),
         )
+
+    @property
+    def trained_leaves(self) -> tuple[Tensor, ...]:
+        """The trained tensors of the linear itself."""
+        return tuple(self._leaves)
 
     def leaves(self, source: LinearInput) -> tuple[Tensor, ...]:
         """Returns every trainable tensor that the output depends on."""

@@ -38,7 +38,7 @@ from engine.models.decoder_layer import DecoderLayer
 from engine.models.front_module import Carried, FrontModule
 from engine.models.head_figures import TokenFigures, head_figures, is_read_in_backward, scaled_logits
 from engine.models.ropes import Rope
-from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
+from engine.ops.attention.token_context import AdapterChoice, ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.rope import inverse_frequencies, yarn_frequencies
 from engine.seams import resolve
@@ -208,12 +208,14 @@ class Decoder(nn.Module):
         adapters: bool = True,
         carried: Sequence[Tensor | None] = (),
         parts: Sequence[ContextPart] = (),
+        choice: AdapterChoice | None = None,
     ) -> TokenContext:
         """Returns the token coordinates of a batch, shared by all layers.
 
         Args:
             carried: of the part before, what `unpack` returned; the first part computes it here.
             parts: data that layers read and that is not the batch's.
+            choice: of each token's adapters; None where all have this model's.
 
         Raises:
             UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
@@ -252,6 +254,7 @@ class Decoder(nn.Module):
             step=step,
             training=training,
             adapters=adapters,
+            choice=choice,
             parts=tuple(part for part in found if part is not None),
         )
 

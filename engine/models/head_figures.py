@@ -91,7 +91,8 @@ def head_figures(
     first_id = pieces[0].global_offset if pieces else config.vocab_size
     num_ids = pieces[0].length if pieces else 0
     entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
-    if not is_read_in_backward(head):
+    chosen = () if context.choice is None else context.choice.leaves(operands.name)
+    if not is_read_in_backward(head) and not chosen:
         losses_T = frozen_head_losses(
             x,
             source,

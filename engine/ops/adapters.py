@@ -13,11 +13,13 @@ Legend: T tokens, I input features, O output features, R rows of the stacked A (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels, scale_projection
@@ -54,6 +56,14 @@ class Adapter(AdapterPlace):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NormFactors:
+    """The factors by which a norm multiplies its input's rows and columns: rstd [T, 1] and weight [I]."""
+
+    rstd: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
     """All adapters on one input.
 
@@ -61,8 +71,10 @@ class LowRank:
         a_RI: [R, I] stacked A of this rank.
         adapters: in the order of their rows.
         dropout: the input's mask, or None.
+        is_one: all tokens have these adapters.
     """
 
+    is_one: ClassVar[bool] = True
     a_RI: Tensor
     adapters: tuple[Adapter, ...]
     dropout: DropoutSite | None
@@ -70,7 +82,7 @@ class LowRank:
     @property
     def rank(self) -> int:
         """R, the rows of the stacked A."""
-        return self.a_RI.shape[0]
+        return int(self.a_RI.shape[0])
 
     @property
     def keep_scale(self) -> float:
@@ -120,70 +132,63 @@ class LowRank:
         """Multiplies each adapter's columns by its s, in place."""
         return scale_projection(h_TR, self.adapters)
 
+    def mask(self, context: TokenContext, token_index: Tensor, features: int, kernels: Kernels) -> Tensor | None:
+        """Draws the input's dropout mask; None where nothing is dropped."""
+        if self.dropout is None or not context.training:
+            return None
+        return kernels.draw_mask(self.dropout.key(token_index, features, context.step))
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NormFactors:
-    """The factors by which a norm multiplies its input's rows and columns: rstd [T, 1] and weight [I]."""
+    def project(self, x_TI: Tensor, mask: Tensor | None, kernels: Kernels, out: Tensor) -> Tensor:
+        """Computes H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these."""
+        kernels.project(x_TI, self.a_RI, mask, self.scale_of(mask), self.adapters, out)
+        return out[:, : self.rank]
 
-    rstd: Tensor
-    weight: Tensor
+    def expand(self, y_TO: Tensor, h_TR: Tensor) -> None:
+        """Adds y += H B^T, section by section, in place."""
+        for adapter in self.adapters:
+            adapter.columns(y_TO).addmm_(adapter.ranks(h_TR), adapter.b_OR.t())
 
+    def projection_gradient(self, dy_TO: Tensor) -> Tensor:
+        """Returns dH = s * dY B, [T, R]; a partial sum where the output columns are split over ranks."""
+        dh = dy_TO.new_empty(dy_TO.shape[0], self.rank)
+        for adapter in self.adapters:
+            torch.mm(adapter.columns(dy_TO), adapter.b_OR, out=adapter.ranks(dh))
+        return self.scale_(dh)
 
-def project(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, out: Tensor) -> Tensor:
-    """Computes H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these columns."""
-    kernels.project(x_TI, low_rank.a_RI, mask, low_rank.scale_of(mask), low_rank.adapters, out)
-    return out[:, : low_rank.rank]
-
-
-def add_expansion(y_TO: Tensor, h_TR: Tensor, low_rank: LowRank) -> None:
-    """Adds y += H B^T, section by section, in place."""
-    for adapter in low_rank.adapters:
-        adapter.columns(y_TO).addmm_(adapter.ranks(h_TR), adapter.b_OR.t())
-
-
-def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
-    """Returns dH = s * dY B, [T, R]; a partial sum where the output columns are split over ranks."""
-    dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
-    for adapter in low_rank.adapters:
-        torch.mm(adapter.columns(dy_TO), adapter.b_OR, out=adapter.ranks(dh))
-    return low_rank.scale_(dh)
-
-
-def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> Tensor:
-    """Makes dH and adds dB, by one read of dY where the backend can; else as the functions for each."""
-    if kernels.output_gradients is None:
-        dh = projection_gradient(dy_TO, low_rank)
-        accumulate_b(dy_TO, h_TR, low_rank, kernels)
+    def output_gradients(self, dy_TO: Tensor, h_TR: Tensor, kernels: Kernels) -> Tensor:
+        """Makes dH and adds dB, by one read of dY where the backend can; else as the functions for each."""
+        if kernels.output_gradients is None:
+            dh = self.projection_gradient(dy_TO)
+            self.accumulate_b(dy_TO, h_TR, kernels)
+            return dh
+        dh = dy_TO.new_empty(dy_TO.shape[0], self.rank)
+        kernels.output_gradients(dy_TO, h_TR, self.sections(db=True), dh_out=dh)
+        self.b_added()
         return dh
-    dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
-    kernels.output_gradients(dy_TO, h_TR, low_rank.sections(db=True), dh_out=dh)
-    low_rank.b_added()
-    return dh
 
+    def accumulate_a(
+        self, dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, kernels: Kernels, norm: NormFactors | None = None
+    ) -> None:
+        """Adds dA = dH^T drop(x) into each adapter's sink.
 
-def accumulate_a(
-    dh_TR: Tensor,
-    x_TI: Tensor,
-    mask: Tensor | None,
-    low_rank: LowRank,
-    kernels: Kernels,
-    norm: NormFactors | None = None,
-) -> None:
-    """Adds dA = dH^T drop(x) into each adapter's sink.
+        Args:
+            x_TI: x, or with `norm` the norm's input; only for kernels that have `norm_a_gradient`.
+        """
+        keep_scale, sections = self.scale_of(mask), self.sections(da=True)
+        if norm is None:
+            kernels.a_gradient(dh_TR, x_TI, mask, keep_scale, sections)
+        else:
+            assert kernels.norm_a_gradient is not None
+            kernels.norm_a_gradient(dh_TR, x_TI, norm.rstd, norm.weight, mask, keep_scale, sections)
+        self.a_added()
 
-    Args:
-        x_TI: x, or with `norm` the norm's input; only for kernels that have `norm_a_gradient`.
-    """
-    keep_scale, sections = low_rank.scale_of(mask), low_rank.sections(da=True)
-    if norm is None:
-        kernels.a_gradient(dh_TR, x_TI, mask, keep_scale, sections)
-    else:
-        assert kernels.norm_a_gradient is not None
-        kernels.norm_a_gradient(dh_TR, x_TI, norm.rstd, norm.weight, mask, keep_scale, sections)
-    low_rank.a_added()
+    def accumulate_b(self, dy_TO: Tensor, h_TR: Tensor, kernels: Kernels) -> None:
+        """Adds dB = dY^T H into each adapter's sink."""
+        kernels.b_gradient(dy_TO, h_TR, self.sections(db=True))
+        self.b_added()
 
-
-def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> None:
-    """Adds dB = dY^T H into each adapter's sink."""
-    kernels.b_gradient(dy_TO, h_TR, low_rank.sections(db=True))
-    low_rank.b_added()
+    def updated(
+        self, dx_TI: Tensor, dh_TR: Tensor, mask: Tensor | None, h_TR: Tensor | None, kernels: Kernels
+    ) -> tuple[Tensor, InputUpdate | None]:
+        """Returns the input's gradient, and these adapters' part of it where that is still to be added."""
+        return dx_TI, self.input_update(dh_TR, mask, h_TR)

@@ -6,12 +6,14 @@ or on a CPU where they were asked for by name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
+from engine.kernels.native.product import multiply, product
 from engine.ops.kernels import REFERENCE, Kernels, backend
 
 NATIVE = backend("native")
@@ -51,6 +53,15 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
     if wanted != "auto":
         raise UserError(f"model.kernels is {wanted}, but {why}: set model.kernels to auto or reference.")
     return REFERENCE, f"kernels: reference (plain torch): {why}"
+
+
+def row_invariant(kernels: Kernels, dtype: torch.dtype) -> Kernels:
+    """Returns the backend with products whose rows depend neither on each other nor on their number, where it has such:
+    the compiled ones for fp32. Others differ by the order of their sums.
+    """
+    if kernels.product is not product or dtype != torch.float32:
+        return kernels
+    return replace(kernels, product=multiply, adapted=None, loss=replace(kernels.loss, product=multiply))
 
 
 def backend_name(name: str, *, device_type: str, dtype: str) -> str:

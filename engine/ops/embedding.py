@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from engine.distributed.mesh import Axis
-from engine.ops.adapters import Adapter, LowRank, add_expansion, output_gradients
+from engine.ops.adapters import Adapter, LowRank
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
 
@@ -77,7 +77,7 @@ class _Embedding(torch.autograd.Function):
         h_TR, low_rank = None, operands.low_rank
         if low_rank is not None:
             h_TR = low_rank.scale_(low_rank.a_RI.t()[index_T].contiguous().mul_(here_T1))
-            add_expansion(y_TH, h_TR, low_rank)
+            low_rank.expand(y_TH, h_TR)
         scatters = operands.sequence_parallel and operands.axis.size > 1
         y_TH = reduce_scatter(y_TH, operands.axis) if scatters else all_reduce(y_TH, operands.axis)
         ctx.save_for_backward(index_T, here_T1, h_TR)
@@ -94,7 +94,7 @@ class _Embedding(torch.autograd.Function):
             operands.sink.add_rows(index_T, dy_TH * here_T1)
         low_rank = operands.low_rank
         if low_rank is not None:
-            dh_TR = output_gradients(dy_TH, h_TR, low_rank, operands.kernels)
+            dh_TR = low_rank.output_gradients(dy_TH, h_TR, operands.kernels)
             if operands.sink_a is not None:
                 operands.sink_a.add_columns(index_T, dh_TR.mul_(here_T1).t())
         return (None, None, *([None] * ctx.num_leaves))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.records import InputUpdate
-from engine.ops.adapters import LowRank, NormFactors, accumulate_a
+from engine.ops.adapters import LowRank, NormFactors
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
 from engine.ops.norm import offset_weight
@@ -193,7 +193,7 @@ class NormInput(_MadeFirst):
         assert statistics is not None
         weight = offset_weight(self.weight.detach(), self.offset)
         norm = NormFactors(rstd=statistics, weight=weight if self.divisor == 1.0 else weight / self.divisor)
-        accumulate_a(dh, u, mask, low_rank, kernels, norm)
+        low_rank.accumulate_a(dh, u, mask, kernels, norm)
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
@@ -262,7 +262,7 @@ class SwiGLUInput(_Gated):
             return du
         x = dx.new_empty(dx.shape)
         du = kernels.swiglu_backward(dx, u, update, x)
-        accumulate_a(dh, x, mask, low_rank, kernels)
+        low_rank.accumulate_a(dh, x, mask, kernels)
         return du
 
 

@@ -117,6 +117,7 @@ class LinearOperands:
         joint: a column linear that sees all tokens sends dH along with dX; needed where backward is folded.
         kernels: the backend.
         encoded: the base weight where it is stored encoded; products then read it and not `extended_OE`.
+        name: of the first of its logical linears.
         chosen_by_OI: a weight of the size by which kernels are chosen, where `extended_OE` has fewer rows.
     """
 
@@ -132,6 +133,7 @@ class LinearOperands:
     joint: bool
     kernels: Kernels
     encoded: EncodedWeight | None = None
+    name: str = ""
     chosen_by_OI: Tensor | None = None
 
     @property
@@ -191,10 +193,9 @@ class LinearOperands:
 
     def mask(self, context: TokenContext, token_index: Tensor) -> Tensor | None:
         """Draws the input's dropout mask, or gives None where nothing is dropped."""
-        low_rank = self.low_rank
-        if low_rank is None or low_rank.dropout is None or not context.training:
+        if self.low_rank is None:
             return None
-        return self.kernels.draw_mask(low_rank.dropout.key(token_index, self.in_features, context.step))
+        return self.low_rank.mask(context, token_index, self.in_features, self.kernels)
 
 
 def accumulate_base(operands: LinearOperands, dy_TO: Tensor, x_TI: Tensor | None, bias_dy_TO: Tensor) -> None:

@@ -38,7 +38,6 @@ from engine.distributed.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from engine.ops.adapters import accumulate_a, accumulate_b
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import Inputs, LinearOperands, OutputGradient, Update, accumulate_base
@@ -80,7 +79,7 @@ class _ColumnLinear(torch.autograd.Function):
         parts, handle = _start_gradients(operands, made.parts, dh_with_dx=dh_with_dx, has_dx=needs_du)
         del made  # the whole dX is free as soon as its reduction is over
         if h is not None and low_rank is not None and not added_db:
-            accumulate_b(dy, h, low_rank, operands.kernels)  # hides the collective
+            low_rank.accumulate_b(dy, h, operands.kernels)  # hides the collective
         x = _recomputed_input(operands, source, u)
         full, full_handle = x, Handle()
         if operands.trains_weight and x is not None and gathers:
@@ -93,8 +92,8 @@ class _ColumnLinear(torch.autograd.Function):
         if low_rank is not None and dh_with_dx:
             assert dh is not None
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
-            if not has_update:
-                adds = low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
+            if not has_update and dx is not None:
+                dx, adds = low_rank.updated(dx, dh, mask, _local_rows(operands, h, dh), operands.kernels)
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
         du = source.gradient(dx, u, statistics, adds, operands.kernels) if needs_du else None
@@ -122,7 +121,8 @@ def _start_gradients(
 
 def _recomputed_input(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
     """Recomputes x, where dW needs it or dA cannot do without it."""
-    wants_a = operands.low_rank is not None and not source.computes_da_from_u(operands.kernels)
+    low_rank = operands.low_rank
+    wants_a = low_rank is not None and not (low_rank.is_one and source.computes_da_from_u(operands.kernels))
     return source.make(u, None, operands.kernels)[0] if wants_a or operands.trains_weight else None
 
 
@@ -140,7 +140,7 @@ def _accumulate_a(
     if x is None:
         source.accumulate_a(dh, u, statistics, mask, operands.low_rank, operands.kernels)
     else:
-        accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)
+        operands.low_rank.accumulate_a(dh, x, mask, operands.kernels)
 
 
 def _local_rows(operands: LinearOperands, h: Tensor | None, dh: Tensor) -> Tensor | None:
@@ -208,6 +208,7 @@ class _RowLinear(torch.autograd.Function):
         # made before, x hides the gather; without one dA comes with the gradient for less
         fuses_da = (
             low_rank is not None
+            and low_rank.is_one
             and needs_du
             and not (operands.gathers or operands.trains_weight)
             and source.fuses_da(operands.kernels)
@@ -220,8 +221,9 @@ class _RowLinear(torch.autograd.Function):
         update = None
         if low_rank is not None and h is not None and dh is not None:
             if not made.added_db:
-                accumulate_b(dy, h, low_rank, operands.kernels)
-            update = None if made.has_update else low_rank.input_update(dh, mask)
+                low_rank.accumulate_b(dy, h, operands.kernels)
+            if not made.has_update and dx is not None:
+                dx, update = low_rank.updated(dx, dh, mask, None, operands.kernels)
         if low_rank is not None and not fuses_da:
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
@@ -249,11 +251,15 @@ def column_linear(
     Returns:
         [T, O / tp].
     """
-    return _ColumnLinear.apply(u, source, operands, context, *leaves)
+    return _ColumnLinear.apply(u, source, operands, context, *leaves, *_chosen_leaves(operands, context))
 
 
 def row_linear(
     u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
     """Computes a row-parallel linear, [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism; see above."""
-    return _RowLinear.apply(u, source, operands, context, *leaves)
+    return _RowLinear.apply(u, source, operands, context, *leaves, *_chosen_leaves(operands, context))
+
+
+def _chosen_leaves(operands: LinearOperands, context: TokenContext) -> tuple[Tensor, ...]:
+    return () if context.choice is None else context.choice.leaves(operands.name)

@@ -23,7 +23,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.ops.adapters import add_expansion, output_gradients, project, projection_gradient
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import Gradients, Inputs, LinearOperands, OutputGradient
@@ -40,7 +39,7 @@ class Separate:
             x, statistics, codes = source.make_rows(u, kernels)
             codes = codes if codes is not None else operands.encoded.rows(x)
             return Inputs(codes, self._projection(operands, x, mask), statistics)
-        if low_rank is not None and source.fuses_h(kernels):
+        if low_rank is not None and low_rank.is_one and source.fuses_h(kernels):
             h = u.new_empty(u.shape[0], low_rank.rank)
             return Inputs(source.make_and_project(u, None, mask, low_rank, kernels, h), h, None)
         x, statistics = source.make(u, None, kernels)
@@ -50,7 +49,7 @@ class Separate:
         y = operands.base_product(made.x, folded=False)
         if operands.low_rank is not None:
             assert made.h is not None
-            add_expansion(y, made.h, operands.low_rank)
+            operands.low_rank.expand(y, made.h)
         return y, made.h
 
     def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
@@ -60,12 +59,13 @@ class Separate:
         assert h is not None
         # where dH leaves with dX, dB has a collective to hide, which saves as much as the second read of dY costs
         adds_db = given.update != "later" and kernels.output_gradients is not None
-        dh = output_gradients(dy_TO, h, low_rank, kernels) if adds_db else projection_gradient(dy_TO, low_rank)
+        dh = low_rank.output_gradients(dy_TO, h, kernels) if adds_db else low_rank.projection_gradient(dy_TO)
         if not given.needs_dx:
             return Gradients((dh,), adds_db)
         dx = operands.base_gradient(dy_TO, folded=False)
         if given.update == "now":
-            dx = kernels.apply_update(dx, low_rank.input_update(dh, given.mask))
+            dx, update = low_rank.updated(dx, dh, given.mask, None, kernels)
+            dx = dx if update is None else kernels.apply_update(dx, update)
         return Gradients((dh, dx), adds_db, given.update == "now")
 
     def received(
@@ -77,7 +77,7 @@ class Separate:
         low_rank = operands.low_rank
         if low_rank is None:
             return None
-        return project(x, mask, low_rank, operands.kernels, x.new_empty(x.shape[0], low_rank.rank))
+        return low_rank.project(x, mask, operands.kernels, x.new_empty(x.shape[0], low_rank.rank))
 
 
 class Folded:
@@ -94,7 +94,7 @@ class Folded:
             source.make_and_project(u, x, mask, low_rank, operands.kernels, beside)
             return Inputs(buffer, beside[:, : low_rank.rank], None)
         _, statistics = source.make(u, x, operands.kernels)
-        return Inputs(buffer, project(x, mask, low_rank, operands.kernels, beside), statistics)
+        return Inputs(buffer, low_rank.project(x, mask, operands.kernels, beside), statistics)
 
     def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert made.h is not None
@@ -180,7 +180,11 @@ SEPARATE, FOLDED, JOINED = Separate(), Folded(), Joined()
 
 
 def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperands:
-    """Returns the operands, without the adapters where `context` excludes them."""
+    """Returns the operands with the adapters of the context's tokens: none where it excludes them, and those of the
+    choice where tokens differ in them."""
+    if context.choice is not None and context.adapters:
+        chosen: LinearOperands = context.choice.chosen(operands)
+        return chosen
     if context.adapters or operands.low_rank is None:
         return operands
     return replace(operands, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)

@@ -52,6 +52,7 @@ class Training:
     optimizer: FlatAdamW
     stages: Stages
     objective: Objective
+    reducer: GradientReducer
     step: TrainStep
     graphs: Graphs | None = None
     """What the loop calls in place of `step`, where graphs are asked for."""
@@ -128,6 +129,7 @@ def build_training(
         optimizer=optimizer,
         stages=stages,
         objective=objective,
+        reducer=reducer,
         step=step,
         graphs=graphs,
     )

@@ -18,6 +18,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.objective import Objective
+from engine.ops.backends import row_invariant
 from engine.optim.loss_scale import LossScale
 from engine.planning.memory_plan import memory_plan_of
 from engine.runtime.launch import Launch
@@ -52,7 +53,9 @@ def build_stages(
         base: the frozen weights, where several models read them; None where this one has its own.
     """
     layout = _layout(config, mesh, plan.partition, choices, splits_tokens=decoder.splits_tokens)
-    layout = replace(layout, fold=layout.fold and base is None)
+    if base is not None:  # rows of several models may be multiplied together, and no row's bits are to depend on that
+        kernels = row_invariant(layout.kernels, TORCH_DTYPES[config.model.dtype])
+        layout = replace(layout, fold=False, kernels=kernels)
     for sentence in choices.sentences:
         log.info(sentence)
     if not decoder.splits_tokens and config.parallel.sequence_parallel:

@@ -13,6 +13,7 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.layers.module import ShardEntry
 from engine.models.decoder import Decoder
+from engine.objectives.objective import Objective
 from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
@@ -69,6 +70,11 @@ class Stages:
     def step(self) -> Tensor:
         """The optimizer steps taken, 0-dim int64; the same tensor in all stages."""
         return next(iter(self._stages.values())).step
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of the loss; the same in all stages."""
+        return self._last.objective
 
     def entries(self) -> list[ShardEntry]:
         """Parameters of all stages, in forward order."""

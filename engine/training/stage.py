@@ -17,7 +17,7 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
-from engine.ops.attention.token_context import AuxiliaryLoss, TokenContext
+from engine.ops.attention.token_context import AdapterChoice, AuxiliaryLoss, TokenContext
 from engine.pipeline.schedule import Kind
 from engine.seams import resolve
 
@@ -58,6 +58,10 @@ BASE_REFERENCE = Pass(adapters=False, head="reference")
 """The reference is the model without adapters."""
 
 
+def _own_adapters(batch: Batch) -> None:
+    return None
+
+
 class ModelStage:
     """One stage; by default the whole model.
 
@@ -70,6 +74,7 @@ class ModelStage:
         step: 0-dim int64 that the stages of a rank share; None makes one.
         loss_scale: 0-dim fp32 that the loss is multiplied by before backward; None for 1.
         balance: the auxiliary loss of routers, which the stages of a rank share; None without one.
+        choose: a micro-batch -> the adapters of its tokens; None for those of the model.
     """
 
     def __init__(
@@ -83,7 +88,9 @@ class ModelStage:
         step: Tensor | None = None,
         loss_scale: Tensor | None = None,
         balance: AuxiliaryLoss | None = None,
+        choose: Callable[[Batch], AdapterChoice | None] = _own_adapters,
     ) -> None:
+        self._choose = choose
         self.model, self._balance = model, balance
         self.objective, self._device = objective, device
         self._trains, self._gives_gradient = trains, gives_gradient
@@ -119,6 +126,7 @@ class ModelStage:
             step=self.step,
             loss_scale=self._loss_scale,
             balance=self._balance,
+            choose=self._choose,
         )
 
     @property
@@ -164,6 +172,7 @@ class ModelStage:
                     training=kind.training,
                     adapters=kind.adapters,
                     carried=carried,
+                    choice=self._choose(batch),
                     parts=(self._balance,) if kind.training and self._balance is not None else (),
                 )
                 out = model.run_layers(x, context)

@@ -18,6 +18,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.gemma4": ("engine.experts",),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
+    "engine.tenants": (),
     "rankfold.migrating": (),
 }
 """What some runs use -> the wings that it may import. All else of `engine` and `triton_kernels` is the core."""

@@ -51,6 +51,7 @@ LEVELS = {
     "engine.training": 8,
     "engine.preferences": 10,
     "engine.rollouts": 10,
+    "engine.tenants": 10,
     "engine.api": 11,
     "rankfold": 11,
     "tools": 12,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -42,6 +42,16 @@ class AuxiliaryLoss(ContextPart):
         raise NotImplementedError
 
 
+class AdapterChoice(Protocol):
+    """The adapters of each token, where several models read one base and tokens of several are in a micro-batch."""
+
+    def chosen(self, operands: Any) -> Any:
+        """Returns the operands of a linear, which has no adapters, with those of its tokens."""
+
+    def leaves(self, name: str) -> tuple[Tensor, ...]:
+        """Returns the trainable tensors of these, for a linear whose first logical one has this name."""
+
+
 @dataclass(frozen=True, slots=True)
 class PaddingTokens(ContextPart):
     """The tokens that are padding.
@@ -71,6 +81,7 @@ class TokenContext:
         step: int64 0-dim device tensor, the optimizer step; the fourth dropout coordinate.
         training: False turns dropout off.
         adapters: False computes with the base alone, as if there were no adapters; for passes without gradients.
+        choice: of the adapters of each token; None where all have those of the model.
         cache: keys and values of earlier tokens, when text is generated; None where attention sees these tokens alone.
         parts: data that some layers read beside these, at most one of each class; see `part`.
     """
@@ -86,6 +97,7 @@ class TokenContext:
     step: Tensor
     training: bool
     adapters: bool = True
+    choice: AdapterChoice | None = None
     cache: KeyValueCache | None = None
     parts: tuple[ContextPart, ...] = ()
 

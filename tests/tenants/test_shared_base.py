@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from engine.api import load_config
 from engine.config.run import RunConfig
-from engine.errors import UserError
 from engine.layers.shared_base import SharedBase
-from engine.runtime.launch import start
+from engine.runtime.launch import Launch, start
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.start import refuse_early
-from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
+from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, write_small_run
 from tests.support.small_training import packed_batch
 
 SMALLER = {
@@ -35,7 +35,9 @@ ADAPTERS = (
 )
 
 
-def _configs(folder: Path, adapters: Sequence[dict[str, object]] = ADAPTERS, **model: object) -> list[RunConfig]:
+def configs(
+    folder: Path, adapters: Sequence[dict[str, Any]] = ADAPTERS, *, trainable: Sequence[str] = (), **model: Any
+) -> list[RunConfig]:
     return [
         load_config(
             {
@@ -43,14 +45,19 @@ def _configs(folder: Path, adapters: Sequence[dict[str, object]] = ADAPTERS, **m
                 "lora": adapter,
                 "data": {"train": str(folder / "train.jsonl"), "format": "text", "seq_length": 64},
                 "train": {"steps": 1, "seed": 5},
+                "trainable": list(trainable),
             }
         )
         for adapter in adapters
     ]
 
 
-def _build(config: RunConfig, base: SharedBase | None) -> Training:
-    launch = start(60.0, deterministic=False)
+def launched() -> Launch:
+    return start(60.0, deterministic=False)
+
+
+def build(config: RunConfig, base: SharedBase | None) -> Training:
+    launch = launched()
     return build_training(config, launch, *refuse_early(config, launch), Log(1), base=base)
 
 
@@ -59,7 +66,7 @@ def _steps(training: Training, number: int, seed: int) -> None:
     training.step([batch], float(batch.loss_weights_BS.sum()), 1e-2)
 
 
-def _trained(training: Training) -> dict[str, Tensor]:
+def trained(training: Training) -> dict[str, Tensor]:
     return {entry.name: entry.parameter.data for entry in training.stages.entries() if entry.sink is not None}
 
 
@@ -68,12 +75,12 @@ def _trained(training: Training) -> dict[str, Tensor]:
     [(SMALL_LLAMA, {}), (SMALL_LLAMA, {"base_dtype": "nf4"}), ({**SMALL_HYBRID, **HYBRID}, {})],
     ids=["text", "nf4", "hybrid"],
 )
-def test_each_trains_as_alone(tmp_path: Path, sizes: dict[str, object], model: dict[str, object]) -> None:
+def test_each_trains_as_alone(tmp_path: Path, sizes: dict[str, Any], model: dict[str, Any]) -> None:
     write_small_run(tmp_path, {**sizes, **SMALLER})
     # DoRA needs the lengths of rows, which nobody has of encoded ones
-    configs = _configs(tmp_path, ADAPTERS[: 2 if model else 3], **model)
+    runs = configs(tmp_path, ADAPTERS[: 2 if model else 3], **model)
     base = SharedBase()
-    together = [_build(config, base) for config in configs]
+    together = [build(config, base) for config in runs]
     frozen = [
         {entry.name: entry.parameter.data_ptr() for entry in one.stages.entries() if entry.sink is None}
         for one in together
@@ -82,11 +89,11 @@ def test_each_trains_as_alone(tmp_path: Path, sizes: dict[str, object], model: d
     for number in range(3):
         for seed, training in enumerate(together):
             _steps(training, number, seed)
-    for seed, config in enumerate(configs):
-        alone = _build(config, None)
+    for seed, config in enumerate(runs):
+        alone = build(config, None)
         for number in range(3):
             _steps(alone, number, seed)
-        found, expected = _trained(together[seed]), _trained(alone)
+        found, expected = trained(together[seed]), trained(alone)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=name)

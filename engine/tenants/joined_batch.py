@@ -1,0 +1,77 @@
+"""Micro-batches of several tenants as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from engine.batch import Batch, BatchPart, Padding
+from engine.tenants.span_adapters import Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined(BatchPart):
+    """What a joined micro-batch consists of.
+
+    Args:
+        spans: the tokens of each part.
+        batches: the parts.
+    """
+
+    spans: tuple[Span, ...]
+    batches: tuple[Batch, ...]
+
+
+def can_join(batches: Sequence[Batch]) -> bool:
+    """Returns whether these can be one: they have nothing beside their tokens but padding, and whole rows."""
+    return all(batch.context_plan is None and all(type(part) is Padding for part in batch.parts) for batch in batches)
+
+
+def _are_even(batches: Sequence[Batch]) -> bool:
+    return len({batch.row_length for batch in batches}) == 1
+
+
+def join(parts: Sequence[tuple[int, Batch]]) -> Batch:
+    """Joins micro-batches for which `can_join`: as rows, one after the other, or as one row where their lengths differ.
+
+    Args:
+        parts: tenants' numbers, and a micro-batch of each.
+    """
+    batches = [batch for _, batch in parts]
+    assert can_join(batches)
+    columns = batches[0].row_length if _are_even(batches) else sum(batch.num_tokens for batch in batches)
+
+    def stacked(name: str) -> torch.Tensor:
+        return torch.cat([getattr(batch, name).flatten() for batch in batches]).view(-1, columns)
+
+    ends = list(accumulate(batch.num_tokens for batch in batches))
+    starts = [0, *ends[:-1]]
+    lengths = [batch.document_offsets[-1] for batch in batches]
+    offsets, total = [batches[0].document_offsets[:1]], torch.zeros_like(lengths[0])
+    for batch, length in zip(batches, lengths, strict=True):
+        offsets.append(batch.document_offsets[1:] + total)
+        total = total + length
+    joined = Batch(
+        **{
+            name: stacked(name)
+            for name in ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
+        },
+        document_offsets=torch.cat(offsets),
+        document_lengths=tuple(length for batch in batches for length in batch.document_lengths),
+    )
+    spans = tuple(Span(tenant, first, last) for (tenant, _), first, last in zip(parts, starts, ends, strict=True))
+    padding = None
+    if any(batch.part(Padding) for batch in batches):
+        padding = Padding(padding_BS=torch.cat([_padding(batch) for batch in batches]).view(-1, columns))
+    return joined.with_parts(padding, Joined(spans=spans, batches=tuple(batches)))
+
+
+def _padding(batch: Batch) -> torch.Tensor:
+    """Returns bool [T], whether a token is padding."""
+    found = batch.part(Padding)
+    return (
+        torch.zeros_like(batch.tokens_BS, dtype=torch.bool).flatten() if found is None else found.padding_BS.flatten()
+    )

@@ -1,0 +1,175 @@
+"""Several runs' models on one frozen base, on this rank: building them, their gradients, and their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.config.run import RunConfig
+from engine.distributed.collectives import all_reduce
+from engine.errors import UserError
+from engine.layers.context import LORA_LEAVES, TrainingPlan
+from engine.layers.shared_base import SharedBase
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.tenants.joined_batch import can_join
+from engine.tenants.joint_pass import JointPass, Work, peers_of
+from engine.training.build import Training, build_training
+from engine.training.start import refuse_early
+from engine.training.start_model import ModelPlan
+
+_SHARED = ("model", "parallel", "memory")
+"""Sections of a configuration in which tenants cannot differ: they say what the base is and where it lies."""
+
+
+class Tenants:
+    """The tenants of a base. Every rank adds the same ones in the same order, and takes the same steps.
+
+    Args:
+        config: of the first run; the others may differ in all that does not say what the base is.
+        launch, log: of this rank.
+        tokens: of a joined micro-batch, at most, unless one part alone has more.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, log: Log, *, tokens: int) -> None:
+        _check_layout(config)
+        self._config, self._launch, self._log, self._tokens = config, launch, log, tokens
+        self._shared = SharedBase()
+        source, plan = refuse_early(config, launch)
+        if source.model.decoder.num_experts:
+            raise UserError(
+                "the model has experts that a router chooses, and runs that share a base cannot have these: train one "
+                "run after the other."
+            )
+        without = replace(plan, modules=TrainingPlan(seed=plan.modules.seed), trained={})
+        self._base = build_training(config, launch, source, without, log, base=self._shared)
+        self._trainings: dict[int, Training] = {}
+        self._joins: dict[int, bool] = {}
+        self._joint: JointPass | None = None
+        self._next = 0
+
+    def add(self, config: RunConfig) -> int:
+        """Builds the model of a run, with fresh adapters, and returns its number. Collective.
+
+        Raises:
+            UserError: the run differs in what the base is, or trains more than adapters.
+        """
+        for name in _SHARED:
+            if getattr(config, name) != getattr(self._config, name):
+                raise UserError(
+                    f"the section {name} differs between runs that share a base: give it once, for all of them."
+                )
+        source, plan = refuse_early(config, self._launch)
+        if full := [name for name in plan.trained if name.rpartition(".")[2] not in LORA_LEAVES]:
+            raise UserError(
+                f"{full[0]} is to train in full, but runs that share a base train adapters alone: leave trainable out."
+            )
+        training = build_training(
+            config, self._launch, source, plan, self._log, mesh=self._base.mesh, base=self._shared
+        )
+        number, self._next = self._next, self._next + 1
+        self._trainings[number] = training
+        self._joins[number] = _joins(training, plan)
+        self._joint = None
+        return number
+
+    def remove(self, number: int) -> None:
+        """Forgets a tenant."""
+        del self._trainings[number], self._joins[number]
+        self._joint = None
+
+    def __getitem__(self, number: int) -> Training:
+        return self._trainings[number]
+
+    def gradients(self, batches: Mapping[int, Sequence[Batch]], targets: Mapping[int, float]) -> dict[int, Tensor]:
+        """Adds up the gradients of these tenants' global batches.
+
+        Args:
+            batches: this rank's micro-batches of each.
+            targets: the sum of the loss weights over each one's global batch.
+
+        Returns:
+            Tenant -> 0-dim fp32 mean loss over its targets.
+        """
+        device = self._base.stages.step.device
+        apart = [number for number in batches if not self._joins[number]]
+        work = [
+            Work(number, batch.to(device), torch.full((), targets[number], device=device).clamp(min=1.0).reciprocal())
+            for number, own in batches.items()
+            if number not in apart
+            for batch in own
+        ]
+        losses = {}
+        if work:
+            self._joint = self._joint or self._make_joint()
+            sums = self._joint.gradients(self._grouped(work))
+            mesh = self._base.mesh
+            for number in dict.fromkeys(one.tenant for one in work):
+                total = all_reduce(all_reduce(sums[number][:1].clone(), mesh.dp_cp), mesh.pp)
+                losses[number] = (total / max(targets[number], 1.0))[0]
+                self._trainings[number].reducer.finish()
+        for number in apart:
+            losses[number] = self._trainings[number].step.gradients(list(batches[number]), targets[number])
+        return losses
+
+    def update(self, number: int, lr: float, loss: Tensor) -> Tensor:
+        """Takes a tenant's optimizer step; returns the 0-dim gradient norm."""
+        training = self._trainings[number]
+        norm = training.optimizer.step(lr, loss)
+        training.stages.step.add_(1)
+        return norm
+
+    def _make_joint(self) -> JointPass:
+        joined = {number: one.stages for number, one in self._trainings.items() if self._joins[number]}
+        return JointPass(self._base.stages, joined)
+
+    def _grouped(self, work: Sequence[Work]) -> list[list[Work]]:
+        """Returns micro-batches that can be joined, in the order given; tenants whose heads have adapters, whose loss
+        is computed otherwise, apart from the others."""
+        groups: list[list[Work]] = []
+        open_groups: dict[bool, list[Work]] = {}
+        for one in work:
+            head = self._trainings[one.tenant].plan.modules.adapter("lm_head") is not None
+            group = open_groups.get(head)
+            fits = group is not None and can_join([one.batch, group[0].batch])
+            if group is None or not fits or _tokens(group) + one.batch.num_tokens > self._tokens:
+                group = open_groups[head] = []
+                groups.append(group)
+            group.append(one)
+        return groups
+
+
+def _tokens(group: Sequence[Work]) -> int:
+    return sum(one.batch.num_tokens for one in group)
+
+
+def _joins(training: Training, plan: ModelPlan) -> bool:
+    """Returns whether a tenant's rows can be multiplied with the base beside others': its adapters are plain ones of
+    linears, and its loss needs no other pass."""
+    peers = peers_of({0: training.stages.models()})
+    covered = {id(leaf) for one in peers.values() for leaf in one.leaves[0]}
+    entries = [entry for entry in training.stages.entries() if entry.sink is not None]
+    objective = training.objective
+    plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies)
+    return plain and objective.temperature == 1.0 and all(id(entry.parameter) in covered for entry in entries)
+
+
+def _check_layout(config: RunConfig) -> None:
+    """Checks that the base stays where it is.
+
+    Raises:
+        UserError: its weights move, or a step is a graph.
+    """
+    for option, value, needed in (
+        ("parallel.shard", config.parallel.shard == "parameters", "optimizer or none"),
+        ("memory.offload_weights", config.memory.offload_weights, "false"),
+        ("memory.cuda_graph", config.memory.cuda_graph != "none", "none"),
+    ):
+        if value:
+            raise UserError(
+                f"{option} is set, but several runs share one base, which has to stay in place: set it to {needed}."
+            )

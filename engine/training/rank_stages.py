@@ -30,7 +30,7 @@ from engine.training.stage import (
 )
 
 if TYPE_CHECKING:
-    from engine.training.cuda_graph.capture import Capture
+    from engine.layers.graph_capture import Capture
     from engine.training.cuda_graph.static_batch import StaticShape
 
 

@@ -22,7 +22,7 @@ from engine.pipeline.schedule import Kind
 from engine.seams import resolve
 
 if TYPE_CHECKING:
-    from engine.training.cuda_graph.capture import Capture
+    from engine.layers.graph_capture import Capture
     from engine.training.cuda_graph.layer_graphs import StageGraphs
     from engine.training.cuda_graph.static_batch import StaticShape
 

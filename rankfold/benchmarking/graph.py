@@ -19,11 +19,12 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.errors import UserError
 from engine.kernels.records import Documents
+from engine.layers.graph_capture import Capture, CudaCapture
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention.varlen import choose_attention
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
-from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, CudaCapture
+from engine.training.cuda_graph.counts import WARMUP_STEPS
 from engine.training.step import StepResult
 from rankfold.benchmarking.case import Contestant, kernel_names
 from rankfold.benchmarking.graph_side import EAGER, GraphSide, make_batch, make_steps

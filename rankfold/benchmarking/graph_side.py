@@ -10,12 +10,12 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.data.collate import pin
 from engine.distributed.mesh import single_process_mesh
+from engine.layers.graph_capture import Capture
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.kernels import Kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
-from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import DOCUMENTS_PER_ROW, StaticShape
 from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages

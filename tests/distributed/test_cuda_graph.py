@@ -24,7 +24,7 @@ from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.optim.state_sharding import Sharding
 from engine.pipeline.schedules import ScheduleChoice
-from engine.training.cuda_graph.capture import WARMUP_STEPS
+from engine.training.cuda_graph.counts import WARMUP_STEPS
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.training.cuda_graph.capture import Captured
+from engine.layers.graph_capture import Captured
 from tests.distributed.cases import Built
 
 _COMPARED = 2

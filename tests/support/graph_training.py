@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.layers.graph_capture import Capture
 from engine.layers.recompute import MemoryPlan
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import REFERENCE
 from engine.training.cuda_graph.build import Graphs
-from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages

@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.layers.graph_capture import CudaCapture
 from engine.layers.recompute import MemoryPlan
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels, backend
 from engine.optim import reduce
-from engine.training.cuda_graph.capture import WARMUP_STEPS, CudaCapture
+from engine.training.cuda_graph.counts import WARMUP_STEPS
 from tests.distributed.cases import make_batch
 from tests.support.graph_stand_in import Rerun
 from tests.support.graph_training import (

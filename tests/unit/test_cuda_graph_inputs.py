@@ -29,7 +29,7 @@ from engine.ops.attention.varlen import AttentionChoice
 from engine.ops.kernels import REFERENCE
 from engine.pipeline.schedules import make_schedule
 from engine.training.cuda_graph.build import check_graphs
-from engine.training.cuda_graph.capture import GraphCounts
+from engine.training.cuda_graph.counts import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
 from engine.training.rank_stages import max_in_flight
 from engine.vision.layers.cross_attention import CrossAttentionSizes

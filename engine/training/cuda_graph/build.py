@@ -8,9 +8,9 @@ import torch
 
 from engine.config.run import RunConfig
 from engine.errors import UserError
+from engine.layers.graph_capture import CudaCapture
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.varlen import AttentionChoice
-from engine.training.cuda_graph.capture import CudaCapture
 from engine.training.cuda_graph.static_batch import StaticShape, document_capacity
 from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages

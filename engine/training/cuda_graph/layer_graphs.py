@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
+from engine.layers.graph_capture import Capture, Replayable
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
-from engine.training.cuda_graph.capture import Capture, Replayable
 from engine.training.cuda_graph.static_batch import StaticBatch, StaticShape
 
 StartReduction = Callable[[Iterable[ShardEntry]], None]

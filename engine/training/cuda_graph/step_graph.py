@@ -14,7 +14,8 @@ import gc
 import torch
 
 from engine.batch import Batch
-from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, GraphCounts, Replayable
+from engine.layers.graph_capture import Capture, Replayable
+from engine.training.cuda_graph.counts import WARMUP_STEPS, GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, StaticShape
 from engine.training.rank_stages import Stages
 from engine.training.step import StepResult, TrainStep

@@ -1,4 +1,4 @@
-"""Captures work on the device and replays it, behind a protocol of the operations that training needs.
+"""Captures work on the device and replays it, behind a protocol of the operations that training and generation need.
 
 Capturing runs a function once while its launches are recorded instead of carried out: device memory stays as it is, and
 the function's work on the host happens once. Replaying carries the launches out again, on the same addresses.
@@ -13,19 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-WARMUP_STEPS = 3
-"""Steps before the capture. They compile and load kernels and make communicators and workspaces, as a capture must not.
-
-They are the first steps of training itself: nothing is undone afterwards, because nothing was done beside training. The
-alternatives each need more: a copy of masters and moments to restore, or a step that changes nothing, which would have
-to hold for every counter and every rank.
-"""
 
 Captured = Callable[[], tuple[Tensor, ...]]
 
@@ -91,27 +82,3 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = function()
         return _CudaGraph(graph, outputs)
-
-
-@dataclass(slots=True)
-class GraphCounts:
-    """Counts of replayed and other units.
-
-    Args:
-        unit: of the counts.
-        warmup: before the capture.
-        replayed: by a graph.
-        beside: of another shape than the graph's, or with more documents than it has room for.
-    """
-
-    unit: str
-    warmup: int = 0
-    replayed: int = 0
-    beside: int = 0
-
-    def line(self) -> str:
-        """Returns the line for the summary."""
-        return (
-            f"{self.replayed} {self.unit} replayed, {self.warmup} before the capture, {self.beside} beside the graph "
-            "(they did not fit)"
-        )

@@ -95,7 +95,7 @@ class Pieces(ContextPart):
         """Returns the pieces of a micro-batch that this rank has."""
         device = batch.tokens_BS.device
         if batch.context_plan is None:
-            return cls.of_lengths(batch.document_lengths, device)
+            return cls(lengths=batch.document_lengths, offsets=batch.document_offsets)
         plan = batch.context_plan
         return cls.of_context(plan.layout, plan.rank, device)
 

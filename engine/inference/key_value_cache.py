@@ -17,7 +17,7 @@ Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +43,18 @@ class _LayerCache:
     sinks_H: Tensor | None
     attend: AttendPages | None
     """Reads pages where they are; None where they are gathered."""
+
+
+WRITTEN = 5
+_PLACES, _COUNTS, _ENTRIES, _SOURCES, _TARGETS = range(WRITTEN)
+"""What `KeyValues.write` returns of each row of a pass: where in a pool the new token goes; the row's tokens with it;
+the entry of its page in the table, of all rows one after the other; and a page to copy before, with the one to copy it
+to, both `SPARE_PAGE` where none is copied."""
+
+
+def copies_pages(written: np.ndarray) -> bool:
+    """Returns whether pages are copied before a pass, given what `KeyValues.write` returned."""
+    return bool((written[:, _SOURCES] != written[:, _TARGETS]).any())
 
 
 class KeyValues:
@@ -195,10 +207,92 @@ class KeyValues:
         `fill` tokens follow that are not kept."""
         return FirstPass(self, slots, lengths, fill)
 
-    def next_pass(self, positions: Sequence[int], *, fill: int = 0) -> NextPass:
-        """Returns the pass of one token each of slots 0 to len(positions) - 1, at these positions; `fill` rows follow
-        that are not read."""
-        return NextPass(self, positions, fill)
+    @property
+    def tables(self) -> Mapping[int, PageTable]:
+        """Capacity -> the pages of layers that keep so many tokens of a row."""
+        return self._tables
+
+    def write(self, positions: Sequence[int], *, fill: int = 0) -> np.ndarray:
+        """Gives slots 0 to len(positions) - 1 the pages of one more token each, at these positions.
+
+        Args:
+            fill: rows that follow and are not read; their tokens go to a page of no row.
+
+        Returns:
+            int64 [tables, 5, N], see `_PLACES`.
+        """
+        rows, at = len(positions), np.array(positions, dtype=np.int64)
+        found = np.full((len(self._tables), 5, rows + fill), SPARE_PAGE, dtype=np.int64)
+        for table, (places, counts, entries, sources, targets) in zip(self._tables.values(), found, strict=True):
+            for slot, position in enumerate(positions):
+                if (pair := table.write(slot, position)) is not None:
+                    sources[slot], targets[slot] = pair
+            kept, slots = at % table.capacity, np.arange(rows + fill)
+            places[:] = SPARE_PAGE * PAGE
+            places[:rows] = table.table[slots[:rows], kept // PAGE].astype(np.int64) * PAGE + kept % PAGE
+            counts[:] = 1
+            counts[:rows] = np.minimum(at + 1, table.capacity)
+            entries[:] = slots * table.table.shape[1]
+            entries[:rows] += kept // PAGE
+        return found
+
+    def copy_pages(self, written: Tensor) -> None:
+        """Copies the pages that a pass needs copied, and those of no row onto themselves.
+
+        Args:
+            written: int64 [tables, 5, N], what `write` returned, on the device.
+        """
+        pages = {id(table): of_table for table, of_table in zip(self._tables.values(), written, strict=True)}
+        for layer in self.layers.values():
+            of_table = pages[id(layer.table)]
+            for pool in (layer.keys, layer.values):
+                by_page = pool.view(layer.table.num_pages, -1)
+                by_page.index_copy_(0, of_table[_TARGETS], by_page.index_select(0, of_table[_SOURCES]))
+
+    def next_pass(self, written: np.ndarray, on_device: Tensor, num_rows: int) -> NextPass:
+        """Returns the pass of one token each of slots 0 to num_rows - 1.
+
+        Args:
+            written: what `write` returned for it.
+            on_device: the same, on the device.
+        """
+        if copies_pages(written):
+            self.copy_pages(on_device)
+        found = {
+            capacity: self._rows(table, host[_COUNTS], device)
+            for (capacity, table), host, device in zip(self._tables.items(), written, on_device, strict=True)
+        }
+        return NextPass(self, num_rows, found)
+
+    def static_pass(self, tables: Mapping[int, Tensor], on_device: Tensor, num_rows: int) -> NextPass:
+        """Returns a pass of one token each of slots 0 to num_rows - 1 that may be run again, on other numbers in the
+        same tensors: nothing about it is known on the host.
+
+        Args:
+            tables: capacity -> int32 [N, P], the pages of each row; the pass enters the pages of the new tokens.
+            on_device: int64 [tables, 5, N], as `write` returns it; its pages were copied already.
+        """
+        assert self.gathered is None, self.gathered
+        found = {}
+        for (capacity, table_NP), (places, counts, entries, *_) in zip(tables.items(), on_device, strict=True):
+            table_NP.view(-1).index_copy_(0, entries, (places // PAGE).int())
+            found[capacity] = _Rows(places, table_NP, counts, None, None)
+        return NextPass(self, num_rows, found)
+
+    def _rows(self, table: PageTable, counts: np.ndarray, written: Tensor) -> _Rows:
+        """Returns the rows of a pass, with as many pages as the longest one has."""
+        longest = int(counts.max())
+        num_rows = min(len(counts), self.slots)
+        pages_NP = np.full((len(counts), -(-longest // PAGE)), SPARE_PAGE, dtype=np.int32)
+        pages_NP[:num_rows] = table.table[:num_rows, : pages_NP.shape[1]]
+        table_NP, counts_N = self._on_device(pages_NP), written[_COUNTS]
+        index = mask = None
+        if any(layer.attend is None for layer in self.layers.values() if layer.table is table):
+            columns = torch.arange(longest, device=self._device)
+            index = table_NP.long()[:, columns // PAGE] * PAGE + columns % PAGE
+            if int(counts.min()) < longest:
+                mask = (columns < counts_N[:, None])[:, None, None]
+        return _Rows(written[_PLACES], table_NP, counts_N, index, mask)
 
     def _on_device(self, values: np.ndarray) -> Tensor:
         return sent(torch.from_numpy(values), self._device)
@@ -303,10 +397,9 @@ class NextPass(_Pass):
 
     starts = None
 
-    def __init__(self, cache: KeyValues, positions: Sequence[int], fill: int) -> None:
+    def __init__(self, cache: KeyValues, num_rows: int, rows: Mapping[int, _Rows]) -> None:
         super().__init__(cache)
-        self._num_rows = len(positions)
-        self._rows = {capacity: self._place(table, positions, fill) for capacity, table in cache._tables.items()}
+        self._num_rows, self._rows = num_rows, rows
 
     def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
         """Is not called: a pass of one token for each row updates states where they are."""
@@ -315,35 +408,6 @@ class NextPass(_Pass):
     def states(self, layer: str) -> tuple[Tensor, ...] | None:
         """See `KeyValueCache`."""
         return self._cache._states.first(layer, self._num_rows)
-
-    def _place(self, table: PageTable, positions: Sequence[int], fill: int) -> _Rows:
-        cache = self._cache
-        copies = [pair for slot, position in enumerate(positions) if (pair := table.write(slot, position)) is not None]
-        if copies:
-            pages = cache._on_device(np.array(copies, dtype=np.int64))
-            for layer in cache.layers.values():
-                if layer.table is table:
-                    for pool in (layer.keys, layer.values):
-                        by_page = pool.view(table.num_pages, -1)
-                        by_page.index_copy_(0, pages[:, 1], by_page.index_select(0, pages[:, 0]))
-        rows, at = len(positions), np.array(positions, dtype=np.int64)
-        kept = at % table.capacity
-        places = table.table[np.arange(rows), kept // PAGE].astype(np.int64) * PAGE + kept % PAGE
-        counts = np.minimum(at + 1, table.capacity)
-        if fill:
-            places = np.concatenate((places, np.full(fill, SPARE_PAGE * PAGE)))
-            counts = np.concatenate((counts, np.ones(fill, dtype=np.int64)))
-        longest = int(counts.max())
-        pages_NP = np.full((rows + fill, -(-longest // PAGE)), SPARE_PAGE, dtype=np.int32)
-        pages_NP[:rows] = table.table[:rows, : pages_NP.shape[1]]
-        table_NP, counts_N = cache._on_device(pages_NP), cache._on_device(counts)
-        index = mask = None
-        if any(layer.attend is None for layer in cache.layers.values() if layer.table is table):
-            columns = torch.arange(longest, device=cache._device)
-            index = table_NP.long()[:, columns // PAGE] * PAGE + columns % PAGE
-            if int(counts.min()) < longest:
-                mask = (columns < counts_N[:, None])[:, None, None]
-        return _Rows(cache._on_device(places), table_NP, counts_N, index, mask)
 
     def attend(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -23,9 +23,11 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.collectives import Handle, all_gather, all_reduce, local_part, post_async
 from engine.distributed.mesh import Axis
-from engine.inference.key_value_cache import KeyValues
+from engine.inference.decode_graphs import DecodeGraphs, PassInputs, packed_inputs, pass_widths
+from engine.inference.key_value_cache import KeyValues, NextPass
 from engine.inference.prompt_coordinates import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
+from engine.layers.graph_capture import Capture
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
@@ -55,18 +57,20 @@ class Chosen:
     """The tokens that a pass has chosen, which are on their way to the host.
 
     Args:
-        found: [1 or 2, N] token ids, and their log-probabilities where these are kept; fp64, which holds both exactly.
+        found: fp64 [1 or 2, N] token ids, and their log-probabilities where these are kept, both of which it holds
+            exactly; of the rows first, and then of those that fill up the pass.
+        count: rows.
         waits: gets the time that reading takes; None where this rank has chosen the tokens itself.
     """
 
-    def __init__(self, found: Tensor, waits: Waits | None) -> None:
-        self._copy, self._waits = HostCopy(found), waits
+    def __init__(self, found: HostCopy, count: int, waits: Waits | None = None) -> None:
+        self._copy, self._count, self._waits = found, count, waits
 
     def read(self) -> tuple[list[int], list[float]]:
         """Returns a token for each row, and its log-probability under logits / temperature and the whole vocabulary,
         where these are kept; waits for the pass, and for nothing that was launched after it."""
         began = time.perf_counter()
-        ids, *logps = self._copy.read().tolist()
+        ids, *logps = self._copy.read()[:, : self._count].tolist()
         if self._waits is not None:
             self._waits.seconds += time.perf_counter() - began
         return [int(one) for one in ids], logps[0] if logps else []
@@ -87,6 +91,8 @@ class InferenceStage:
         with_logps: keep the log-probability of each chosen token.
         tokens_multiple: tokens of a pass are filled up to a multiple of it. Products of other shapes may be computed in
             another order: with the number of slots, a row's numbers do not depend on the number of rows.
+        capture: decode passes become graphs, where nothing of the model or its layout stands against it; None launches
+            each kernel.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class InferenceStage:
         synchronise: bool = False,
         with_logps: bool = False,
         tokens_multiple: int = 1,
+        capture: Capture | None = None,
     ) -> None:
         parts = model if isinstance(model, Parts) else Parts({pp.rank: model}, range(pp.size))
         self._parts, self._stage_rank = dict(sorted(parts.models.items())), parts.stage_rank
@@ -137,12 +144,31 @@ class InferenceStage:
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._sent: tuple[Tensor, list[Handle]] | None = None
         self._chooser, self._with_logps = None, with_logps
-        self._last = torch.zeros(slots, dtype=torch.int64, device=device)
+        widths = pass_widths(slots, self._multiple)
+        self._last = torch.zeros(widths[-1], dtype=torch.int64, device=device)
         """The newest token of the row in each slot."""
         last = self._parts[max(self._parts)]
         if last.head is not None:
             self._chooser = chooser_of(last, sampling, slots=slots, device=device)
             self._loss_kernels = last.layout.kernels.loss
+        self.no_graphs = None if capture is None else self._obstacle(first)
+        """Why decode passes are not graphs, in one sentence; None where they are, or were not to be."""
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None and self.no_graphs is None:
+            self._graphs = DecodeGraphs(self._prepared_pass, self.cache, capture, widths=widths, last_W=self._last)
+
+    def _obstacle(self, first: Decoder) -> str | None:
+        """Returns why passes cannot be graphs, in one sentence; None where they can."""
+        config, reason = self.config, self.cache.gathered
+        if self.pp.size > 1 or len(self._parts) > 1:
+            reason = "pipeline ranks send each other every token"
+        elif not all(part.has_resident_weights for part in self._parts.values()):
+            reason = "weights come from other ranks or from host memory in each of them"
+        elif first.layout.expert_axes.ep.size > 1:
+            reason = "experts of other ranks are told on the host how many tokens they get"
+        for variant in config.variants:
+            reason = reason or variant.decoding_obstacle(config.family)
+        return None if reason is None else f"decode passes are not CUDA graphs: {reason}"
 
     @torch.no_grad()  # not inference mode, whose tensors training could not take where both share a buffer
     def prefill(
@@ -232,15 +258,29 @@ class InferenceStage:
             The next token of each; the same on all ranks.
         """
         count = len(places)
-        fill = [0] * (-count % self._multiple)
-        (rotations,) = self._to_device([*positions, *fill])
-        last = self._last[:count]
-        column = torch.cat((last, last.new_zeros(len(fill)))) if fill else last.clone()  # which the pass overwrites
-        batch = _batch(column[:, None], rotations[:, None], (1,) * len(column))
-        coordinates = self._to_device(range(count), rows, [place + 1 for place in places])
-        logits = self._logits(batch, self.cache.next_pass(places, fill=len(fill)), None)
-        logits = None if logits is None else logits[:count]
-        return self._choose(logits, *coordinates)
+        width = count + -count % self._multiple if self._graphs is None else self._graphs.width(count)
+        written = self.cache.write(places, fill=width - count)
+        packed = packed_inputs(positions, rows, [place + 1 for place in places], written)
+        if self._graphs is not None:
+            return Chosen(self._graphs.launch(packed, adapters=self.adapters), count)
+        inputs = PassInputs.of(sent(torch.from_numpy(packed), self.device))
+        cache = self.cache.next_pass(written, inputs.written, count)
+        tokens = self._last[:width].clone()  # the pass overwrites them
+        batch = _batch(tokens[:, None], inputs.rotations_N[:, None], (1,) * width)
+        slots = torch.arange(count, device=self.device)
+        return self._choose(self._logits(batch, cache, None), slots, inputs.rows_N[:count], inputs.places_N[:count])
+
+    def _prepared_pass(self, inputs: PassInputs, last_N: Tensor) -> Callable[[NextPass], Tensor]:
+        """See `engine.inference.decode_graphs.Prepare`."""
+        width = len(last_N)
+        batch = _batch(last_N[:, None], inputs.rotations_N[:, None], (1,) * width)
+        slots = torch.arange(min(width, self.slots), device=self.device)
+
+        def run(cache: NextPass) -> Tensor:
+            logits = self._logits(batch, cache, None)
+            return self._tokens(logits, slots, inputs.rows_N[: len(slots)], inputs.places_N[: len(slots)])
+
+        return run
 
     @torch.no_grad()
     def idle(self) -> None:
@@ -248,7 +288,9 @@ class InferenceStage:
         them run as many passes."""
         fill = [0] * self._multiple
         column = self._to_device(fill)[0, :, None]
-        self._logits(_batch(column, column.clone(), (1,) * len(column)), self.cache.next_pass([], fill=len(fill)), None)
+        written = self.cache.write([], fill=len(fill))
+        cache = self.cache.next_pass(written, sent(torch.from_numpy(written), self.device), 0)
+        self._logits(_batch(column, column.clone(), (1,) * len(column)), cache, None)
         self.finish()
 
     def free(self, slot: int) -> None:
@@ -311,21 +353,36 @@ class InferenceStage:
         """Returns int64 [lists, N]."""
         return sent(torch.tensor([list(one) for one in lists], dtype=torch.int64), self.device)
 
-    def _choose(self, logits: Tensor | None, slots: Tensor, rows: Tensor, positions: Tensor) -> Chosen:
+    def _choose(self, logits: Tensor | None, slots: Tensor, rows: Tensor, places: Tensor) -> Chosen:
+        """Chooses the next tokens of some rows; arguments as for `_tokens`."""
+        began = self.now()
+        found = HostCopy(self._tokens(logits, slots, rows, places))
+        if self._chooser is not None:
+            return Chosen(found, len(slots))
+        self.waits.seconds += self.now() - began
+        return Chosen(found, len(slots), self.waits)
+
+    def _tokens(self, logits: Tensor | None, slots: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """Chooses the next tokens of some rows, on the device alone.
+
+        Args:
+            logits: [N or more, V / R]; None on ranks that have none.
+            slots, rows, places: int64 [N], slots of the rows, their numbers in the run, and the tokens' places in them.
+
+        Returns:
+            What `Chosen` takes.
+        """
         found = torch.zeros(1 + self._with_logps, len(slots), dtype=torch.float64, device=self.device)
         if self._chooser is not None:
             assert logits is not None
-            tokens = self._chooser.choose(logits, slots, rows, positions)
+            logits = logits[: len(slots)]
+            tokens = self._chooser.choose(logits, slots, rows, places)
             found[0] = tokens
             if self._with_logps:
                 found[1] = self._chooser.logps(logits, tokens, self._loss_kernels)
-        # one message, from the last pipeline rank to all, and to the host
-        began = self.now()
-        found = all_reduce(found, self.pp)
-        if self._chooser is None:
-            self.waits.seconds += self.now() - began
+        found = all_reduce(found, self.pp)  # one message, from the last pipeline rank to all, and to the host
         self._last.index_copy_(0, slots, found[0].long())
-        return Chosen(found, None if self._chooser is not None else self.waits)
+        return found
 
     def _receive(self, model: Decoder, batch: Batch, source: int) -> Tensor:
         num_rows = model.message_rows(batch, model.part.first)

@@ -44,6 +44,9 @@ class PageTable:
         self._counts, self._reserved = [0] * slots, [0] * slots
         self._readers = [0] * self.num_pages
         self._free = [*range(self.num_pages - 1, SPARE_PAGE, -1)]
+        self.changed = set(range(rows))
+        """Slots of rows whose pages changed since this was last cleared, other than by `write`, which changes the page of
+        the next token alone."""
 
     @property
     def used(self) -> int:
@@ -68,12 +71,14 @@ class PageTable:
     def begin(self, slot: int, prompt: int) -> None:
         """Gives a free slot the pages of a prompt."""
         assert self._counts[slot] == 0, slot
+        self._note(slot)
         for number in range(_pages(min(prompt, self.capacity))):
             self._append(slot, number)
 
     def share(self, source: int, target: int) -> None:
         """Gives a free slot the pages of another one, which both read from now on."""
         assert self._counts[target] == 0, target
+        self._note(target)
         count = self._counts[target] = self._counts[source]
         self.table[target, :count] = self.table[source, :count]
         for page in self.table[source, :count].tolist():
@@ -105,6 +110,7 @@ class PageTable:
 
     def free(self, slot: int) -> None:
         """Ends the row in this slot."""
+        self._note(slot)
         for page in self.table[slot, : self._counts[slot]].tolist():
             self._readers[page] -= 1
             if self._readers[page] == 0:
@@ -115,6 +121,8 @@ class PageTable:
     def move(self, source: int, target: int) -> None:
         """Gives the row of one slot to another, which is free."""
         assert self._counts[target] == 0, target
+        self._note(source)
+        self._note(target)
         self.table[target] = self.table[source]
         self.table[source] = SPARE_PAGE
         for values in (self._counts, self._reserved):
@@ -132,6 +140,10 @@ class PageTable:
         if prompt + new - 1 > self.capacity:  # it may write all of its pages
             return self._per_row
         return (prompt + new - 2) // PAGE - prompt // PAGE + 1
+
+    def _note(self, slot: int) -> None:
+        if slot < len(self.table) - 1:
+            self.changed.add(slot)
 
     def _append(self, slot: int, number: int) -> None:
         assert number == self._counts[slot], (slot, number)

@@ -21,6 +21,12 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def send_into(target: Tensor, tensor: Tensor) -> None:
+    """Copies a small tensor of the host into memory of the device, which what was launched before may still read; the
+    host does not wait."""
+    target.copy_(tensor.pin_memory() if target.device.type == "cuda" else tensor, non_blocking=True)
+
+
 class HostCopy:
     """A tensor as it is after all that was launched so far on the current stream. On a CPU it is copied at once.
 

@@ -386,6 +386,11 @@ class Decoder(nn.Module):
         """Why each new token runs the whole of its row again, in one sentence; None where layers read a cache."""
         return None
 
+    @property
+    def has_resident_weights(self) -> bool:
+        """Whether the weights of all units lie where they are read at all times."""
+        return not any(unit.memory for unit in self._units)
+
     def cached_attentions(self) -> list[CachedAttention]:
         """Returns the attentions of this part's layers, for a cache. Collective, where weights are spread."""
         attentions = (layer.attention for layer in self.layers if layer.attention is not None)

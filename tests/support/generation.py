@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.inference.generate import Answer, Generator, Request
 from engine.inference.model_part import InferenceStage
@@ -15,6 +16,7 @@ from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
+from tests.support.graph_stand_in import FunctionCapture
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,18 +66,26 @@ def engine_answers(
     tensor: int = 1,
     pipeline: int = 1,
     group: int = 1,
+    multiple: int = 1,
+    graphs: list[FunctionCapture] | None = None,
     **choice: Any,
 ) -> list[Answer]:
     """The engine's answers; where there are ranks, all of them call it.
 
     Args:
         group: rows that continue one prompt may share it.
+        multiple: tokens of a pass are filled up to a multiple of it.
+        graphs: gets what captured the decode passes; None launches each kernel.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     launch = Launch(rank=ranks[0], world_size=ranks[1], device=torch.device("cpu"))
     log = Log(1)  # silent
     wanted = ModelChoice(path=Path(folder), tensor=tensor, pipeline=pipeline, **choice)
     opened = open_for_generation(wanted, launch, log)
+    capture = None
+    if graphs is not None:
+        capture = FunctionCapture(lambda: lasting_tensors(stage))
+        graphs.append(capture)
     stage = InferenceStage(
         opened.decoder,
         tp=opened.mesh.tp,
@@ -86,9 +96,21 @@ def engine_answers(
         new=limits.max_new_tokens,
         group=group,
         device=launch.device,
+        with_logps=graphs is not None,
+        tokens_multiple=multiple,
+        capture=capture,
     )
     requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]
     return Generator(stage, limits, Ids()).run(requests)
+
+
+def lasting_tensors(stage: InferenceStage) -> list[Tensor]:
+    """Everything that a decode pass may leave changed."""
+    pools = [pool for layer in stage.cache.layers.values() for pool in (layer.keys, layer.values)]
+    states = [pool for of_layer in stage.cache._states._pools.values() for pool in of_layer]
+    seen = [] if stage._chooser is None or stage._chooser._seen is None else [stage._chooser._seen]
+    tables = [] if stage._graphs is None else [*stage._graphs._tables.values()]
+    return [*pools, *states, *seen, *tables, stage._last]
 
 
 def engine_tokens(folder: Path | str, prompts: Prompts, max_new_tokens: int, **more: Any) -> list[list[int]]:

@@ -160,6 +160,9 @@ class CrossAttentionSizes(LayerVariant):
     def graph_obstacle(self, family: str) -> str:
         return images_change(family)
 
+    def decoding_obstacle(self, family: str) -> str:
+        return f"rows of this {family} model attend to images, of which each has another number"
+
     def further_linears(self) -> tuple[str, ...]:
         return tuple(f"cross_attention.{name}" for name in ("query", "key", "value", "dense"))
 

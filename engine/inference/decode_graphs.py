@@ -1,0 +1,185 @@
+"""Decode passes as CUDA graphs: for a token of each row the host launches one graph, and not all of a pass's kernels.
+
+A graph repeats launches with the arguments of its capture. So of each width, the number of rows that a pass computes,
+all that changes from pass to pass lies in tensors with fixed addresses: the newest tokens, which the pass itself leaves
+there, the pages of each row, and one small tensor that the host sends before each pass (`PassInputs`). Rows that have
+ended, or are not there yet, are computed too; their tokens go to a page of no row and are not read.
+
+Pages of a row that begins or moves are sent as a whole; of one that goes on, the page of the new token is among the
+inputs of the pass, which enters it. Copies of shared pages are a graph of their own, which most passes do not need.
+
+Graphs live as long as the cache that they write to. Weights may change in place meanwhile, as a graph reads them where
+they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.inference.key_value_cache import WRITTEN, KeyValues, NextPass, copies_pages
+from engine.layers.graph_capture import Capture, Captured, Replayable
+from engine.layers.host_copies import HostCopy, send_into
+
+WARMUP_PASSES = 2
+"""Passes of each width before its capture: they compile and load kernels, and make communicators and workspaces."""
+
+
+class PassInputs(NamedTuple):
+    """What a decode pass is given beside the newest tokens; of N rows, those that only fill up the pass last.
+
+    Args:
+        rotations_N: int64, positions for rotary embeddings.
+        rows_N: int64, numbers of the rows in the run, coordinates of their random numbers.
+        places_N: int64, place in the row of the token that is chosen; another one.
+        written: int64 [tables, 5, N], what `KeyValues.write` returned.
+    """
+
+    rotations_N: Tensor
+    rows_N: Tensor
+    places_N: Tensor
+    written: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor) -> Self:
+        """Returns the views of a packed tensor."""
+        rotations, rows, places = packed[:3]
+        return cls(rotations, rows, places, _written(packed))
+
+
+def packed_inputs(
+    rotations: Sequence[int], rows: Sequence[int], places: Sequence[int], written: np.ndarray
+) -> np.ndarray:
+    """Returns int64 [3 + 5 x tables, N], `PassInputs` of a pass in one array; zeros in the rows that fill it up."""
+    width = written.shape[2]
+    packed = np.zeros((3 + WRITTEN * len(written), width), dtype=np.int64)
+    packed[:3, : len(rows)] = rotations, rows, places
+    packed[3:] = written.reshape(-1, width)
+    return packed
+
+
+def pass_widths(slots: int, multiple: int) -> list[int]:
+    """Returns the numbers of rows that passes are filled up to, ascending: powers of two and all slots, each rounded up
+    to a multiple."""
+    sizes = {*(2**power for power in range(slots.bit_length()) if 2**power < slots), slots}
+    return sorted({-(-size // multiple) * multiple for size in sizes})
+
+
+def _written(packed: Any) -> Any:
+    """Returns `PassInputs.written` of packed inputs, of the host or the device."""
+    return packed[3:].reshape(-1, WRITTEN, packed.shape[1])
+
+
+Prepare = Callable[[PassInputs, Tensor], Callable[[NextPass], Tensor]]
+"""Given the static inputs of passes of one width, and int64 [N] newest tokens, returns what computes such a pass: it
+takes the cache as the pass sees it, puts the next tokens in the place of the newest, and returns what `Chosen` takes.
+"""
+
+
+class _Graph:
+    """A function that runs a few times as it is, and then as a graph.
+
+    Args:
+        function: on static tensors.
+    """
+
+    def __init__(self, function: Captured) -> None:
+        self._function = function
+        self._graph: Replayable | None = None
+        self._warmup = 0
+
+    def launch(self, capture: Capture, pool: Any) -> tuple[Tensor, ...]:
+        """Runs it; the next launch may overwrite what it returns."""
+        if self._warmup < WARMUP_PASSES:
+            self._warmup += 1
+            return self._function()
+        if self._graph is None:
+            self._graph = capture.capture(self._function, pool)
+        self._graph.replay()
+        return self._graph.outputs
+
+
+class _Width(NamedTuple):
+    """The passes of one width.
+
+    Args:
+        packed: their inputs.
+        pass_, copies: the pass, and copies of pages before it.
+    """
+
+    packed: Tensor
+    pass_: _Graph
+    copies: _Graph
+
+
+class DecodeGraphs:
+    """The decode passes of one cache.
+
+    Args:
+        prepare: computes passes.
+        cache: of the rows.
+        capture: the way to capture.
+        widths: see `pass_widths`.
+        last_W: int64, the newest token of the row in each slot, for as many rows as the widest pass has.
+    """
+
+    def __init__(
+        self, prepare: Prepare, cache: KeyValues, capture: Capture, *, widths: Sequence[int], last_W: Tensor
+    ) -> None:
+        self._prepare, self._cache, self._capture, self._widths = prepare, cache, capture, widths
+        self._last_W, self._pool = last_W, capture.new_pool()
+        self._tables = {
+            capacity: torch.zeros((widths[-1], table.table.shape[1]), dtype=torch.int32, device=last_W.device)
+            for capacity, table in cache.tables.items()
+        }
+        self._by_width: dict[tuple[int, bool], _Width] = {}
+
+    def width(self, count: int) -> int:
+        """Returns the width of a pass of `count` rows."""
+        return next(width for width in self._widths if width >= count)
+
+    def launch(self, packed: np.ndarray, *, adapters: bool) -> HostCopy:
+        """Launches a pass.
+
+        Args:
+            packed: of `packed_inputs`, as wide as `width` says.
+            adapters: whether the pass computes them; such passes have graphs of their own.
+
+        Returns:
+            The pass's result, on its way to the host.
+        """
+        key = packed.shape[1], adapters
+        one = self._by_width.get(key)
+        if one is None:
+            one = self._by_width[key] = self._made(packed)
+        with self._capture.running():
+            for capacity, table in self._cache.tables.items():
+                if table.changed:  # rows between them are sent too
+                    slots = slice(min(table.changed), max(table.changed) + 1)
+                    send_into(self._tables[capacity][slots], torch.from_numpy(table.table[slots]))
+                    table.changed.clear()
+            send_into(one.packed, torch.from_numpy(packed))
+            if copies_pages(_written(packed)):
+                one.copies.launch(self._capture, self._pool)
+            return HostCopy(*one.pass_.launch(self._capture, self._pool))  # before the next one overwrites it
+
+    def _made(self, packed: np.ndarray) -> _Width:
+        """Makes the static tensors of a width."""
+        width, cache = packed.shape[1], self._cache
+        on_device = torch.zeros(packed.shape, dtype=torch.int64, device=self._last_W.device)
+        inputs = PassInputs.of(on_device)
+        run = self._prepare(inputs, self._last_W[:width])
+        tables = {capacity: table[:width] for capacity, table in self._tables.items()}
+
+        def compute() -> tuple[Tensor, ...]:
+            return (run(cache.static_pass(tables, inputs.written, min(width, cache.slots))),)
+
+        def copy() -> tuple[Tensor, ...]:
+            cache.copy_pages(inputs.written)
+            return ()
+
+        return _Width(on_device, _Graph(compute), _Graph(copy))

@@ -1,0 +1,63 @@
+"""Decode passes as graphs against the passes of the loop without them, and against transformers.
+
+On a CPU functions stand in for graphs, which insist that a replay repeats the operations of the capture
+(tests.support.graph_stand_in). On a GPU: python -m pytest -m gpu tests/parity/test_decode_graphs.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.inference.decode_graphs import pass_widths
+from engine.inference.options import Limits, Sampling
+from tests.support.family_models import make_model
+from tests.support.generation import STORIES, engine_answers, random_prompts, stock_greedy
+from tests.support.graph_stand_in import FunctionCapture
+
+
+def test_widths_are_powers_of_two_and_all_slots() -> None:
+    assert pass_widths(1, 1) == [1]
+    assert pass_widths(6, 1) == [1, 2, 4, 6]
+    assert pass_widths(64, 1) == [1, 2, 4, 8, 16, 32, 64]
+    assert pass_widths(6, 4) == [4, 8]
+    assert pass_widths(24, 24) == [24]
+
+
+def test_greedy_answers_are_those_of_transformers(stories_dir: Path) -> None:
+    """Rows of four lengths in three slots, so that they begin and end at different times, and pages are added."""
+    expected = stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), STORIES, 64)
+    captures: list[FunctionCapture] = []
+    limits = Limits(max_new_tokens=64, slots=3)
+    found = engine_answers(stories_dir, STORIES, limits, graphs=captures)
+    assert [list(answer.ids) for answer in found] == expected
+    assert sum(one.replays for one in captures[0].captured) > 60
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("llama fused", Sampling(temperature=1.0, seed=3)),
+        ("mistral", Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4)),
+        ("qwen3.5", Sampling(temperature=1.0, min_p=0.01, seed=5)),
+        ("falcon h1", Sampling(temperature=1.0, top_k=20, seed=6)),
+    ],
+)
+def test_sampled_answers_are_those_without_graphs(name: str, sampling: Sampling, tmp_path: Path) -> None:
+    """Groups that share a prompt's pages and are cut by the slots; rows end on tokens that they sample. Attention in
+    full, with a window that rows outgrow, and beside states."""
+    make_model(name, tmp_path / "hf")
+    prompts = [prompt for prompt in random_prompts(67, (5, 17, 1, 33)) for _ in range(3)]
+    limits = Limits(max_new_tokens=40, slots=5, stop_ids=frozenset({3, 40}))
+    for multiple in (1, 5, 4):
+        captures: list[FunctionCapture] = []
+        common = {"sampling": sampling, "group": 3, "multiple": multiple}
+        graphed = engine_answers(tmp_path / "hf", prompts, limits, graphs=captures, **common)
+        plain = engine_answers(tmp_path / "hf", prompts, limits, **common)
+        assert [answer.ids for answer in graphed] == [answer.ids for answer in plain]
+        lengths = {len(answer.ids) for answer in graphed}
+        assert len(lengths) > 3 and max(lengths) > 32, lengths
+        assert sum(one.replays for one in captures[0].captured) > 40

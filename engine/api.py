@@ -31,6 +31,7 @@ from engine.config.run import RunConfig
 from engine.conversion.commands import Options, run_export
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.errors import UserError
+from engine.inference.decode_graphs import decode_capture
 from engine.inference.generate import Generator, Request, check_requests
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
@@ -244,7 +245,7 @@ def _answers(
         slots=slots,
         length=max(len(request.ids) for request in requests) + limits.max_new_tokens,
         device=launch.device,
-        synchronise=False,
+        capture=decode_capture("auto", launch.device),
     )
     ends = opened.end_tokens(tokenizer.eos_id)
     limits = replace(limits, stop_ids=ends, slots=slots)

@@ -55,6 +55,10 @@ RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """What is done where the sampler's probabilities are not the trainer's."""
 
+DecodeGraph = Literal["auto", "none"]
+"""Whether passes that generate a token of each row are CUDA graphs: "auto" where they can be, on a GPU."""
+DECODE_GRAPHS: tuple[DecodeGraph, ...] = get_args(DecodeGraph)
+
 ServerKind = Literal["vllm", "sglang"]
 """Whose server samples completions."""
 Mismatch = Literal["warn", "correct", "stop"]

@@ -35,6 +35,7 @@ class ObjectiveKind:
             options.
         group: documents that belong together, side by side in one row.
         answers: how many of these are answers that are judged.
+        samples: whether completions of prompts are sampled, whose prefill has many of them in a row.
         synthetic: whether made-up tokens can stand in for its data.
         beside: the work that each step has beside training, which is not planned; None where there is none.
         sections: sections of the configuration that belong to this objective.
@@ -47,6 +48,7 @@ class ObjectiveKind:
     rules: str | None = None
     group: int = 1
     answers: int = 0
+    samples: bool = False
     synthetic: bool = False
     beside: str | None = None
     sections: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
         loss="engine.rollouts.objective.policy:build_policy_gradient",
         data="engine.rollouts.run_data:read_prompt_data",
         rules="engine.rollouts.rules:check_rollouts",
+        samples=True,
         beside="samples completions beside training on them",
         sections=("rollout",),
     ),

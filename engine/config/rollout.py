@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from engine.choices import Mismatch, ServerKind
+from engine.choices import DecodeGraph, Mismatch, ServerKind
 from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 from engine.errors import UserError
@@ -47,6 +47,9 @@ class RolloutOptions:
         steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
         slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
             kept in memory. With rollout.server, those that each server is asked for at a time.
+        cuda_graph: Replay of the passes that sample a token of each completion, as CUDA graphs, so that the GPU does
+            not wait for the CPU to launch their kernels: "auto" on a GPU, where the layout allows it (where it does
+            not, the reason is logged), or "none".
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion gets in full; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave out of a step the prompts all of whose completions have the same reward, as nothing
@@ -84,6 +87,7 @@ class RolloutOptions:
     repetition_penalty: float = option(1.0, REPORTED)
     steps_per_generation: int = option(1, REPORTED)
     slots: int = option(32, IGNORED)  # rows that are computed together
+    cuda_graph: DecodeGraph = option("auto", IGNORED)
     overlong_buffer: int | None = option(None, REPORTED)
     drop_uniform_groups: bool = option(False, REPORTED)
     reward_workers: int = option(1, IGNORED)  # processes

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.layers import host_copies
 from engine.ops.attention.token_context import ContextPart
 from engine.zigzag import ContextLayout, rank_columns
 
@@ -87,7 +88,7 @@ class Pieces(ContextPart):
         sent: tuple[int, ...] = (),
     ) -> Pieces:
         """Returns pieces of these lengths on one rank."""
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        offsets = host_copies.sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
         return cls(lengths=tuple(lengths), offsets=offsets, received=received, sent=sent)
 
     @classmethod
@@ -140,7 +141,7 @@ class Pieces(ContextPart):
                 chains.append(tuple(links))
         return cls(
             lengths=tuple(lengths[rank]),
-            offsets=torch.tensor([0, *accumulate(lengths[rank])], dtype=torch.int32).to(device),
+            offsets=host_copies.sent(torch.tensor([0, *accumulate(lengths[rank])], dtype=torch.int32), device),
             received=tuple(received[rank]),
             sent=tuple(sent[rank]),
             chains=tuple(chains),
@@ -172,7 +173,7 @@ class Pieces(ContextPart):
         every = tuple(range(len(lengths)))
         tokens = [torch.arange(firsts[index], firsts[index] + self.lengths[index]) for index in indices]
         pieces = Pieces.of_lengths(lengths, device, received=every if received else (), sent=every if sent else ())
-        return pieces, torch.cat(tokens).to(device)
+        return pieces, host_copies.sent(torch.cat(tokens), device)
 
     def places(self, indices: tuple[int, ...]) -> Tensor | None:
         """Returns int32 [P], the place of each piece among some of them, -1 where it is none of them; None where it is
@@ -205,7 +206,7 @@ class Pieces(ContextPart):
             tokens = ends + torch.arange(-count, 0)
             missing = tokens < torch.tensor(self.firsts)[:, None]
             device = self.offsets.device
-            self._made[key] = (tokens.masked_fill(missing, 0).to(device), missing.to(device))
+            self._made[key] = tuple(host_copies.sent(one, device) for one in (tokens.masked_fill(missing, 0), missing))
         tokens, missing = self._made[key]  # type: ignore[misc]
         return tokens, missing
 

@@ -21,12 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.choices import DecodeGraph
 from engine.inference.key_value_cache import WRITTEN, KeyValues, NextPass, copies_pages
-from engine.layers.graph_capture import Capture, Captured, Replayable
+from engine.layers.graph_capture import Capture, Captured, CudaCapture, Replayable
 from engine.layers.host_copies import HostCopy, send_into
 
 WARMUP_PASSES = 2
 """Passes of each width before its capture: they compile and load kernels, and make communicators and workspaces."""
+
+
+def decode_capture(choice: DecodeGraph, device: torch.device) -> Capture | None:
+    """Returns the way to capture decode passes on a device; None where each kernel is to be launched."""
+    return CudaCapture(device) if choice == "auto" and device.type == "cuda" else None
 
 
 class PassInputs(NamedTuple):

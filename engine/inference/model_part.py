@@ -151,15 +151,16 @@ class InferenceStage:
         if last.head is not None:
             self._chooser = chooser_of(last, sampling, slots=slots, device=device)
             self._loss_kernels = last.layout.kernels.loss
-        self.no_graphs = None if capture is None else self._obstacle(first)
-        """Why decode passes are not graphs, in one sentence; None where they are, or were not to be."""
+        no_graphs = None if capture is None else self._obstacle(first)
+        self.notes = tuple(note for note in (self.cache.gathered, no_graphs) if note is not None)
+        """What the passes do without and why, in a sentence each."""
         self._graphs: DecodeGraphs | None = None
-        if capture is not None and self.no_graphs is None:
+        if capture is not None and no_graphs is None:
             self._graphs = DecodeGraphs(self._prepared_pass, self.cache, capture, widths=widths, last_W=self._last)
 
     def _obstacle(self, first: Decoder) -> str | None:
         """Returns why passes cannot be graphs, in one sentence; None where they can."""
-        config, reason = self.config, self.cache.gathered
+        config, reason = self.config, None if self.cache.gathered is None else "they do not read pages where they are"
         if self.pp.size > 1 or len(self._parts) > 1:
             reason = "pipeline ranks send each other every token"
         elif not all(part.has_resident_weights for part in self._parts.values()):

@@ -45,8 +45,8 @@ class PageTable:
         self._readers = [0] * self.num_pages
         self._free = [*range(self.num_pages - 1, SPARE_PAGE, -1)]
         self.changed = set(range(rows))
-        """Slots of rows whose pages changed since this was last cleared, other than by `write`, which changes the page of
-        the next token alone."""
+        """Slots of rows whose pages changed since this was last cleared, other than the page of the next token, which
+        `write` may change."""
 
     @property
     def used(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
+from engine.inference.decode_graphs import decode_capture
 from engine.inference.generate import Generator, Request
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
@@ -62,14 +63,15 @@ class TrainedSampler:
         # ranks that gather a layer's weights from each other, or send each other tokens for experts, do so in each pass
         together = config.parallel.shard == "parameters" or config.parallel.expert > 1
         self._others = mesh.dp_cp if together else None
-        self.gathered: str | None = None
-        """The reason why the cache is not read in place, where it is known; see `engine.inference.key_value_cache`."""
+        self._capture = decode_capture(rollout.cuda_graph, training.stages.step.device)
+        self.notes: tuple[str, ...] = ()
+        """What the passes do without, of the last rollout; see `engine.inference.model_part.InferenceStage`."""
 
     def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
-        known = self.gathered
+        known = self.notes
         completions = self.sample(prompts, generation=generation)
-        if known is None and self.gathered is not None:
-            self._say(f"rollouts: {self.gathered}")
+        for note in self.notes[len(known) :]:
+            self._say(f"rollouts: {note}")
         return completions, step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
@@ -138,6 +140,7 @@ class TrainedSampler:
             device=training.stages.step.device,
             with_logps=True,
             tokens_multiple=self._limits.slots,
+            capture=self._capture,
         )
-        self.gathered = stage.cache.gathered
+        self.notes = stage.notes
         return Generator(stage, self._limits, None, in_step_with=self._others)

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from engine.errors import UserError
+from engine.inference.decode_graphs import decode_capture
 from engine.inference.generate import Generator, Request
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
@@ -72,6 +73,7 @@ def _engine(folder: Path, options: GenerateOptions, device: torch.device) -> Con
             slots=len(prompts),
             length=max(map(len, prompts)) + new,
             device=device,
+            capture=decode_capture("auto", device),
         )
         limits = Limits(max_new_tokens=new, slots=len(prompts), prefill_tokens=sum(map(len, prompts)))
         requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from engine.errors import UserError
+from engine.inference.decode_graphs import decode_capture
 from engine.inference.generate import Generator, Request
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
@@ -60,6 +61,7 @@ class _Engine:
             device=self._device,
             with_logps=True,
             tokens_multiple=slots,  # as training has it
+            capture=decode_capture("auto", self._device),
         )
         self.cache_bytes = stage.cache.num_bytes
         limits = Limits(max_new_tokens=new, slots=slots, prefill_tokens=4096)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.choices import BASE_DTYPES
+from engine.choices import BASE_DTYPES, DECODE_GRAPHS
 from engine.config.command_line import CommandLine, json_mapping
 from engine.config.model import DTYPES, KERNELS
 from engine.config.paths import path_text
@@ -42,6 +42,12 @@ def build_parser(description: str | None) -> CommandLine:
     model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
     model.add_argument(
         "--kernels", choices=KERNELS, default="auto", help="backend of the ops, as model.kernels (default auto)"
+    )
+    model.add_argument(
+        "--cuda-graph",
+        choices=DECODE_GRAPHS,
+        default="auto",
+        help="replay passes of one token a row as CUDA graphs: auto where that is possible (default), or none",
     )
     layout = parser.add_argument_group("layout, under torchrun")
     layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")

@@ -13,6 +13,7 @@ from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.inference.decode_graphs import decode_capture
 from engine.inference.generate import Answer, Generator, Request, Speed, check_requests, context_limit
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
@@ -214,9 +215,11 @@ class Session:
             length=length,
             device=self._launch.device,
             synchronise=self._arguments.report,
+            capture=decode_capture(self._arguments.cuda_graph, self._launch.device),
         )
-        if self._generator is None and stage.cache.gathered is not None:
-            self._log.info(stage.cache.gathered)
+        if self._generator is None:
+            for note in stage.notes:
+                self._log.info(note)
         reader = self._writer.reader
         self._generator = Generator(
             stage,

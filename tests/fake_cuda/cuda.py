@@ -138,6 +138,8 @@ def _graphs(recorder: Recorder) -> dict[str, Any]:
 
         def replay(self) -> None:
             assert self.capture is not None, "a graph is replayed that was never captured"
+            recorder.operations["graph replays"] += 1
+            recorder.launched()
             machine.replay(self.capture)
 
     @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from engine.choices import DecodeGraph
 from tests.fake_cuda.models import (
     COGAGENT,
     COGVLM,
@@ -14,8 +15,10 @@ from tests.fake_cuda.models import (
     DEEPSEEK,
     GEMMA,
     GPT_OSS,
+    HYBRID,
     IMAGES,
     INTERNVL,
+    LLAMA_8B,
     LLAVA,
     MINICPM_V,
     MINICPM_V_2_6,
@@ -40,6 +43,8 @@ class Case:
         model: keys of config.json that differ from the small Llama's.
         trains_all: all parameters, in place of adapters.
         generates: tokens, in place of training; with the number of pipeline ranks in `pipeline`.
+        slots: rows that are generated at a time.
+        cuda_graph: of their passes.
         quick: belongs to the quick suite.
         rows_arrive: tokens of other ranks have chosen experts of this one, where these are on several.
         expects: operations that must have been seen, so that the case shows what its name says.
@@ -52,6 +57,8 @@ class Case:
     trains_all: bool = False
     generates: bool = False
     pipeline: int = 1
+    slots: int = 4
+    cuda_graph: DecodeGraph = "auto"
     quick: bool = False
     rows_arrive: bool = True
     expects: tuple[str, ...] = ()
@@ -84,6 +91,7 @@ GRPO = (
     f"{PACKED} --objective.name grpo --objective.beta 0.1 --rollout.rewards [exact_match] --rollout.num_generations 4 "
     "--rollout.max_completion_length 5 --rollout.slots 4 --rollout.top_p 0.9 --rollout.steps_per_generation 2"
 )
+REPLAYS = ("graph replays",)
 ULYSSES = "--parallel.context_method ulysses"
 JOINT = "--parallel.sequence false --parallel.lora_reduce joint"
 
@@ -278,18 +286,26 @@ CASES = {
         model=GPT_OSS, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, trains_all=True
     ),
     "deepseek v3, tensor 2": Case(model=DEEPSEEK, options=f"{PACKED} {TP2} {LATENT}", world=8, rank=1),
-    "experts, tokens": Case(model=MIXTURE, generates=True),
-    "gpt-oss, tokens": Case(model=GPT_OSS, generates=True),
-    "deepseek v3, tokens": Case(model=DEEPSEEK, options=LATENT, generates=True),
+    "experts, tokens": Case(model=MIXTURE, generates=True, quick=True, expects=REPLAYS),
+    "gpt-oss, tokens": Case(model=GPT_OSS, generates=True, expects=REPLAYS),
+    "deepseek v3, tokens": Case(model=DEEPSEEK, options=LATENT, generates=True, expects=REPLAYS),
+    "states, tokens": Case(model=HYBRID, generates=True, quick=True, expects=REPLAYS),
     # rollouts
-    "rollouts": Case(options=GRPO, quick=True, expects=("launch of paged_attention._split_kernel",)),
-    "rollouts, window and soft cap": Case(
-        model=GEMMA, options=f"{GRPO}", expects=("launch of paged_attention._split_kernel",)
+    "rollouts": Case(options=GRPO, quick=True, expects=(*REPLAYS, "launch of paged_attention._split_kernel")),
+    "rollouts, rows of one completion": Case(
+        options=GRPO.replace(PACKED, ""), quick=True, expects=("_flash_attention_forward",)
     ),
+    "rollouts, launched kernel by kernel": Case(options=f"{GRPO} --rollout.cuda_graph none"),
+    "rollouts, tensor 2": Case(options=f"{GRPO} {TP2}", world=8, rank=3, expects=(*REPLAYS, "all_gather")),
+    "rollouts, window and soft cap": Case(
+        model=GEMMA, options=f"{GRPO}", expects=(*REPLAYS, "launch of paged_attention._split_kernel")
+    ),
+    "rollouts, states": Case(model=HYBRID, options=GRPO, expects=REPLAYS),
+    "rollouts, experts": Case(model=MIXTURE, options=GRPO, expects=REPLAYS),
     "rollouts, tensor 2, pipeline 2": Case(options=f"{GRPO} {TP2} {PP2}", world=8, rank=7, expects=("transfer",)),
     "rollouts, first of two stages": Case(options=f"{GRPO} {PP2}", world=8, rank=0, expects=("transfer",)),
     "rollouts, sharded parameters": Case(options=f"{GRPO} --parallel.shard parameters", world=8, rank=2),
-    "rollouts in nf4": Case(options=f"{GRPO} --model.base_dtype nf4"),
+    "rollouts in nf4": Case(options=f"{GRPO} --model.base_dtype nf4", expects=REPLAYS),
     "rollouts, experts on 2 ranks": Case(
         model=MIXTURE, options=f"{GRPO} --parallel.expert 2", world=8, rank=1, expects=("all_to_all",)
     ),
@@ -301,12 +317,18 @@ CASES = {
     "synthetic steps": Case(
         options=f"--train.synthetic_steps 2 {TP2} --memory.offload_optimizer true", world=8, rank=1
     ),
-    "tokens": Case(generates=True, quick=True),
-    "tokens after images, gemma 3": Case(model=IMAGES, generates=True),
-    "tokens after images, llava next, tensor 2": Case(
-        model=NEXT, options=TP2, world=2, rank=1, generates=True, expects=("all_gather",)
+    "tokens": Case(generates=True, quick=True, expects=REPLAYS),
+    "tokens, without graphs": Case(generates=True, cuda_graph="none"),
+    "tokens, tensor 2": Case(options=TP2, world=2, rank=1, generates=True, expects=(*REPLAYS, "all_gather")),
+    "tokens of llama 3.1 8b in 64 rows": Case(model=LLAMA_8B, slots=64, generates=True, expects=REPLAYS),
+    "tokens of llama 3.1 8b in 64 rows, without graphs": Case(
+        model=LLAMA_8B, slots=64, generates=True, cuda_graph="none"
     ),
-    "tokens after images, qwen 2.5 vl": Case(model=QWEN2_5_VL, generates=True),
+    "tokens after images, gemma 3": Case(model=IMAGES, generates=True, expects=REPLAYS),
+    "tokens after images, llava next, tensor 2": Case(
+        model=NEXT, options=TP2, world=2, rank=1, generates=True, expects=(*REPLAYS, "all_gather")
+    ),
+    "tokens after images, qwen 2.5 vl": Case(model=QWEN2_5_VL, generates=True, expects=REPLAYS),
     "tokens after images, qwen 3 vl, first stage": Case(
         model=QWEN3_VL, world=2, rank=0, pipeline=2, generates=True, quick=True, expects=("transfer",)
     ),

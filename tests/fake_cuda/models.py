@@ -9,6 +9,17 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False, "max_position_embeddings": 4096,
 }  # fmt: skip
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "head_dim": 32, "num_hidden_layers": 4,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
+}  # fmt: skip
+"""Three layers of gated delta nets and one of attention, each with experts."""
 GEMMA: dict[str, Any] = {
     "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 32, "sliding_window": 32,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32,

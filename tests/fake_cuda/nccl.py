@@ -104,6 +104,7 @@ class _Group(dist.ProcessGroup):
             recorder.forbid_in_capture(f"{self.timeline.name} is made")
             self._is_connected = True
         recorder.operations[name] += 1
+        recorder.launched()
 
     def _collective(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> _Work:
         self._begin(name, [*reads, *writes])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -82,12 +83,13 @@ def run_case(name: str) -> dict[str, Any]:
     case, device = CASES[name], Recorder(MAY_WAIT)
     exchanges.install(device, rows_arrive=case.rows_arrive)
     with tempfile.TemporaryDirectory() as folder:
-        (_generate if case.generates else _train)(case, Path(folder), device)
+        decoding = (_generate if case.generates else _train)(case, Path(folder), device)
     gc.collect()
     return {
         "mistakes": dict(device.mistakes),
         "operations": dict(device.operations),
         "reads": dict(device.reads),
+        "decoding": decoding,
         "waited": sorted(map(list, device.used)),
         "error": None,
     }
@@ -126,7 +128,7 @@ def _config(case: Case, folder: Path) -> RunConfig:
     return config
 
 
-def _train(case: Case, folder: Path, device: Recorder) -> None:
+def _train(case: Case, folder: Path, device: Recorder) -> list[dict[str, int]]:
     """The life of a run, from the build to a save."""
     config = _config(case, folder)
     launch = Launch(rank=case.rank, world_size=case.world, device=cuda.DEVICE)
@@ -174,6 +176,7 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
                 tokenizer=BASES_OWN,
                 best=BestLoss(),
             )
+    return []
 
 
 def _dataset(config: RunConfig) -> TokenDataset:
@@ -246,11 +249,16 @@ def _evaluate(
     evaluate(training.stages, loader, training.mesh)
 
 
-def _generate(case: Case, folder: Path, device: Recorder) -> None:
-    """A prompt and a few tokens, with a penalty and top-p."""
+def _generate(case: Case, folder: Path, device: Recorder) -> list[dict[str, int]]:
+    """Prompts and a few tokens of each; returns what was launched for the prompts and for each pass of one token.
+
+    Two rows have a penalty and top-p; more are sampled as they are, as rollouts have it.
+    """
     from engine.distributed.mesh import build_mesh
     from engine.distributed.ranks import RankGrid
+    from engine.inference.decode_graphs import WARMUP_PASSES, decode_capture
     from engine.inference.model_part import InferenceStage
+    from engine.inference.prompt_coordinates import text_coordinates
     from engine.inference.sampling import Sampling
     from engine.models.decoder import Decoder
     from engine.training import generation
@@ -260,6 +268,10 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
     source = model_source(config)
     plan, decoder = check_model(config, source.model, case.world), source.model.decoder
     prompts, coordinates = prompts_with_images(decoder)
+    many = case.slots > 4
+    if many:
+        prompts = [[1] * (60 + number) for number in range(case.slots)]
+        coordinates = text_coordinates(list(map(len, prompts)))
     lengths = [len(prompt) for prompt in prompts]
     with ExitStack() as opened:
         opened.enter_context(watched(device))
@@ -282,15 +294,29 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
         )
         sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1)
         stage = InferenceStage(
-            model, tp=mesh.tp, pp=mesh.pp, sampling=sampling, slots=4, length=64, device=launch.device
+            model,
+            tp=mesh.tp,
+            pp=mesh.pp,
+            sampling=Sampling(temperature=1.0) if many else sampling,
+            slots=case.slots,
+            length=1024 if many else 64,
+            with_logps=many,
+            device=launch.device,
+            capture=decode_capture(case.cuda_graph, launch.device),
         )
         for slot, length in enumerate(lengths):
             stage.cache.begin([slot], length, length + 8, waits=False)
         device.is_running = True
-        stage.prefill(prompts, coordinates, 0, [[0], [1]])
-        for number in range(3):
-            places = [length + number for length in lengths]
-            stage.decode(places, places, [0, 1]).read()
-        stage.free(0)
-        stage.move(1, 0)
+        rows = list(range(len(prompts)))
+        stage.prefill(prompts, coordinates, 0, [[row] for row in rows])
+        found, launches = [{"attentions of prompts": device.operations["_flash_attention_forward"]}], device.launches
+        for number in range(WARMUP_PASSES + 3):
+            if number == WARMUP_PASSES + 2:  # a row ends before the last one
+                stage.free(0)
+                stage.move(rows.pop(), 0)
+                lengths = [lengths[-1], *lengths[1:-1]]
+            places, before = [length + number for length in lengths], Counter(launches)
+            stage.decode(places, places, rows).read()
+            found.append(dict(launches - before))
         stage.finish()
+    return found

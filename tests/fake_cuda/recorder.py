@@ -33,6 +33,7 @@ _SIZED_BY_NUMBERS = {
 
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
 
 
 class Recorder(TorchDispatchMode):
@@ -52,6 +53,8 @@ class Recorder(TorchDispatchMode):
         self.reads: Counter[str] = Counter()
         """Where the host waited, by what it did; allowed or not."""
         self.operations: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        """What the device is given to do: "by the host", a copy and a graph's replay among it, and "in captures"."""
         self.used: set[tuple[str, str]] = set()
         """The allowed places at which it did."""
         self.numbers: dict[tuple[str, str], Callable[[Tensor], Any]] = {}
@@ -59,6 +62,10 @@ class Recorder(TorchDispatchMode):
 
     def report(self, mistake: str) -> None:
         self.mistakes[mistake] += 1
+
+    def launched(self) -> None:
+        """The device is given something to do."""
+        self.launches["by the host" if self.machine.capturing is None else "in captures"] += 1
 
     def place(self) -> str:
         """Names the innermost line of the product that runs, or of a test."""
@@ -138,6 +145,8 @@ class Recorder(TorchDispatchMode):
             return _one(name, args[0])
         if name in _INDEXING:
             args = self._indexed(name, args)
+        if name == "_flash_attention_forward":
+            self.operations[name] += 1
         written, is_view = _schema(func)
         if name == "_fused_adamw_":  # has no implementation without numbers
             out = self._check_adamw(*args, **kwargs)
@@ -147,6 +156,8 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         if is_view:
             return out
+        if name not in _ALLOCATIONS and _on_device((*args, *kwargs.values(), out)):
+            self.launched()
         place, touch = self.place(), self.machine.touch
         # the host's side of a copy is touched by the stream as well
         by = self._copying(name, args, out)
@@ -244,6 +255,10 @@ def _schema(func: Any) -> tuple[frozenset[int | str], bool]:
             if argument.alias_info.is_write:
                 written |= {number, argument.name}
     return frozenset(written), (aliases and not written) or func.overloadpacket.__name__ in ("set_", "detach")
+
+
+def _on_device(values: Any) -> bool:
+    return any(tensor.device.type == "cuda" and tensor.numel() for tensor in tensors_of(values))
 
 
 def _one(name: str, tensor: Tensor) -> Any:

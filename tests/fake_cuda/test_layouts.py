@@ -14,10 +14,14 @@ from shutil import which
 
 import pytest
 
+from engine.inference.decode_graphs import WARMUP_PASSES
 from tests.fake_cuda.layouts import CASES
+from tests.fake_cuda.models import LLAMA_8B
 from tests.fake_cuda.serving import CASE_SECONDS, MISTAKES, START_SECONDS, Ranks
 from tests.fake_cuda.waits import MAY_WAIT
 
+MOST_LAUNCHES = 8
+"""By the host, for a token of each row: its inputs, pages of rows that begin or move, the graph, and what is read."""
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
@@ -43,6 +47,21 @@ def test_layout(ranks: Ranks, name: str) -> None:
     assert not found["mistakes"], "\n".join(f"{count} times: {text}" for text, count in found["mistakes"].items())
     for operation in CASES[name].expects:
         assert operation in found["operations"], found["operations"]
+
+
+def test_a_token_of_each_row_is_few_launches(ranks: Ranks) -> None:
+    """Llama 3.1 8B with adapters on all linears, sampled as rollouts are: prompts in one pass of attention, and then
+    passes of which only the first ones are launched kernel by kernel. In the last one a row has ended."""
+    found = ranks.run("tokens of llama 3.1 8b in 64 rows")
+    assert not found["error"], found["error"]
+    prompts, *passes = found["decoding"]
+    layers = LLAMA_8B["num_hidden_layers"]
+    assert prompts == {"attentions of prompts": layers}
+    warmup, captured, replayed = passes[:WARMUP_PASSES], passes[WARMUP_PASSES], passes[WARMUP_PASSES + 1 :]
+    assert all(one["by the host"] > 20 * layers for one in warmup)
+    assert captured["in captures"] > 20 * layers
+    assert len(replayed) == 2 and all(set(one) == {"by the host"} for one in replayed)
+    assert all(one["by the host"] <= MOST_LAUNCHES for one in (captured, *replayed))
 
 
 def test_mistakes_are_found(ranks: Ranks) -> None:

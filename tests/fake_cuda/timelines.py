@@ -105,7 +105,7 @@ class Machine:
         if found is None:
             home = self.current[-1] if tensor.device.type == "cuda" else self.host
             found = self._memories[key] = Memory(home, self._place())
-            found.is_in_pool = self.capturing is not None
+            found.is_in_pool = self.capturing is not None and home is not self.host
             weakref.finalize(storage, self._forget, key).atexit = False
         return found
 

@@ -24,6 +24,7 @@ def install(recorder: Recorder) -> None:
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         recorder.operations["triton launches"] += 1
+        recorder.launched()
         name, place = kernel.fn.__name__, recorder.place()
         recorder.operations[f"launch of {kernel.fn.__module__.rpartition('.')[2]}.{name}"] += 1
         given = {key: value for key, value in options.items() if key not in known}

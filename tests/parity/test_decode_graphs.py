@@ -7,6 +7,7 @@ On a CPU functions stand in for graphs, which insist that a replay repeats the o
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -53,7 +54,7 @@ def test_sampled_answers_are_those_without_graphs(name: str, sampling: Sampling,
     limits = Limits(max_new_tokens=40, slots=5, stop_ids=frozenset({3, 40}))
     for multiple in (1, 5, 4):
         captures: list[FunctionCapture] = []
-        common = {"sampling": sampling, "group": 3, "multiple": multiple}
+        common: dict[str, Any] = {"sampling": sampling, "group": 3, "multiple": multiple}
         graphed = engine_answers(tmp_path / "hf", prompts, limits, graphs=captures, **common)
         plain = engine_answers(tmp_path / "hf", prompts, limits, **common)
         assert [answer.ids for answer in graphed] == [answer.ids for answer in plain]

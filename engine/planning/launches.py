@@ -205,10 +205,10 @@ class LaunchCounter(EagerMode):
 
         return counted
 
-    def torch_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns the stand-in of torch's attention to all keys, counted forward and backward."""
+    def torch_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the stand-in of torch's attention to all keys or those of a mask, counted forward and backward."""
         pairs = 2.0 * prod(q.shape[:-1]) * k.shape[-2] * q.shape[-1]
-        moved = 2 * _moved((q,)) + _moved((k, v))
+        moved = 2 * _moved((q,)) + _moved((k, v)) + (0 if mask is None else _moved((mask,)))
         heads, queries = prod(q.shape[:-2]), q.shape[-2]
         shape = AttentionShape(
             length=k.shape[-2], head_dim=q.shape[-1], blocks=heads * -(-queries // BLOCK), causal=False
@@ -216,7 +216,7 @@ class LaunchCounter(EagerMode):
         one = partial(Launch, kind="attention", attention=shape)
         back = one("attention backward", 2 * moved + 8 * q.numel(), 5 * pairs, count=3)
         with self._one_kernel():
-            out = shape_torch_attention(q, k, v)
+            out = shape_torch_attention(q, k, v, mask)
         self.launches.append(one("attention forward", moved, 2 * pairs))
         noted: Tensor = _WhenBackward.apply(out, partial(self.launches.append, back))
         return noted
@@ -304,7 +304,8 @@ class TorchAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return self._counter.torch_attention(*args[:3])
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            return self._counter.torch_attention(*args[:3], mask)
         # torch leaves the mode for as long as a function runs, and these run blocks a second time
         if func is Tensor.backward:
             with self:

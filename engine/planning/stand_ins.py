@@ -57,18 +57,20 @@ class _TorchAttention(torch.autograd.Function):
     """torch's attention of [..., heads, tokens, features] by a kernel that keeps no scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = q.new_empty(mask.shape)  # which torch adds to scores
         out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), wide(q, q.shape[:-1])
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
-        return like(q), like(k), like(v)
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return like(q), like(k), like(v), None
 
 
-def shape_torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns [..., heads, tokens, features] of the shape of torch's attention to all keys."""
-    out: Tensor = _TorchAttention.apply(q, k, v)
+def shape_torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns [..., heads, tokens, features] of the shape of torch's attention to all keys, or those of a mask."""
+    out: Tensor = _TorchAttention.apply(q, k, v, mask)
     return out

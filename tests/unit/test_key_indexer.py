@@ -10,7 +10,7 @@ import torch
 
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
-from engine.experts.layers.key_indexer import IndexSizes, KeyIndexer
+from engine.experts.layers.key_indexer import IndexSizes, KeyIndexer, sparse_attention
 from engine.kernels.records import Documents
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
@@ -61,3 +61,24 @@ def test_the_mask_is_part_of_the_model(tmp_path: Path):
     with torch.no_grad():
         torch.testing.assert_close(losses[0], stock_losses(model, batch)[1], rtol=0, atol=1e-4)
     assert (losses[0] - losses[1]).abs().max() > 0.05
+
+
+def _unused(*_: object, **__: object) -> torch.Tensor:
+    raise AssertionError("every document has a mask")
+
+
+def test_no_scores_are_kept_for_backward():
+    """Torch's fused kernels take a batch alone: what is kept is queries, keys, values, output and the mask, of which no
+    tensor has a number for each head and pair of tokens."""
+    heads, length, width = 3, 40, 8
+    documents = Documents.of_rows((length,), row_length=length)
+    mask = torch.ones(length, length, dtype=torch.bool).tril() & (torch.arange(length) % 3 == 0)
+    mask |= torch.eye(length, dtype=torch.bool)
+    q, k, v = (torch.randn(length, heads, width, requires_grad=True) for _ in range(3))
+    sizes = list[int]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept):
+        found = sparse_attention(q, k, v, documents, [mask], _unused, scale=0.3)
+    assert max(sizes) == length * length  # the mask
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, v))

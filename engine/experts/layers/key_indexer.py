@@ -162,7 +162,8 @@ def sparse_attention(
     ends = accumulate(documents.lengths)
     outs = []
     for end, length, mask in zip(ends, documents.lengths, seen, strict=True):
-        q, k, v = (x[end - length : end].transpose(0, 1) for x in (q_THD, k_THD, v_THD))
+        # one row of a batch: without that dimension no fused kernel takes them, and all scores would be kept
+        q, k, v = (x[None, end - length : end].transpose(1, 2) for x in (q_THD, k_THD, v_THD))
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        outs.append(out.transpose(0, 1))
+        outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)

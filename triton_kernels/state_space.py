@@ -223,6 +223,9 @@ def ssd_backward(
         LENGTH=CHUNK,
         VALUES=sizes.values,
         num_warps=4,
+        # two threads that add each other's product to their own would round one product each, and the sums that
+        # threads and warps have of the same tokens would differ
+        enable_fp_fusion=False,
     )
     sums = torch.empty(2, 1, sizes.num_heads, dtype=torch.float32, device=dy.device)
     sum_all([Sum(partial_SMN=partial[index], out_MN=sums[index]) for index in range(2)])

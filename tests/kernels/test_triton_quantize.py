@@ -151,6 +151,21 @@ def test_codes_of_a_norm_are_those_of_its_output(place: tuple[str, torch.dtype],
 
 
 @places
+@pytest.mark.parametrize("width", [2048, 2880, 4096, 8192])
+def test_codes_change_no_bit_of_a_norm(place: tuple[str, torch.dtype], width: int) -> None:
+    """At models' widths, where threads take vectors: how long these are decides in which order a row is summed."""
+    x, weight = random_rows(place, 16, width, seed=4), random_rows(place, 1, width, seed=5)[0] + 1
+    expected, expected_rstd = rmsnorm.rmsnorm_forward(x, weight, 1e-5)
+    y = torch.empty_like(x)
+    rstd, codes, scale = rmsnorm.rmsnorm_forward_codes(x, weight, 1e-5, y)
+    _equal(rstd, expected_rstd, "rstd")
+    _equal(y, expected, "y")
+    their_codes, their_scale = quantize.quantize_rows(expected)
+    _equal(scale, their_scale, "scale")
+    _equal(codes, their_codes, "codes")
+
+
+@places
 @pytest.mark.parametrize("shape", [(5, 123), (1, 1), (70, 64), (3, 600), (0, 7), (2, 17000)])
 def test_codes_of_swiglu_are_those_of_its_output(place: tuple[str, torch.dtype], shape: tuple[int, int]) -> None:
     gate_up = _scaled_rows(place, shape[0], 2 * shape[1], gap=5)

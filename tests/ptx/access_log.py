@@ -26,13 +26,15 @@ def codes(blocks: Array, epochs: Array, warps: Array) -> Array:
     Numbers of blocks and of epochs wrap around, so that of thousands a few pass for each other.
     """
     numbered = blocks % ((1 << _BLOCK_BITS) - 2) + 1
-    return (numbered << _BLOCK_SHIFT | (epochs % (1 << _EPOCH_BITS)) << _WARP_BITS | warps).astype(np.int32)
+    fields: Array = numbered << _BLOCK_SHIFT | (epochs % (1 << _EPOCH_BITS)) << _WARP_BITS | warps
+    return fields.astype(np.int32)
 
 
 def _unordered(known: Array, code: Array) -> Array:
     difference = known ^ code
     apart = (difference >> _BLOCK_SHIFT != 0) | (difference >> _WARP_BITS == 0)
-    return (known != 0) & (difference != 0) & apart
+    unordered: Array = (known != 0) & (difference != 0) & apart
+    return unordered
 
 
 class AccessLog:

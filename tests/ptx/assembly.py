@@ -69,7 +69,8 @@ def each_thread(body: str, *inputs: np.ndarray, result: type[np.generic], shared
     given = [_bytes(values) for values in inputs]
     out = torch.zeros(threads * size, dtype=torch.uint8)
     kernel("\n".join(lines), parameters=len(inputs) + 1, threads=threads, shared=shared).launch((1,), [*given, out])
-    return out.numpy().view(result)
+    words: np.ndarray = out.numpy()
+    return words.view(result)
 
 
 def _bytes(values: np.ndarray) -> Tensor:

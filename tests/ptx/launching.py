@@ -90,7 +90,7 @@ def _bits(value: int | float | Tensor | None, kind: str) -> int:
     if value is None:
         return 0
     if isinstance(value, Tensor):
-        return value.data_ptr()
+        return int(value.data_ptr())
     if kind in ("f32", "f64"):
         return int.from_bytes(struct.pack("<f" if kind == "f32" else "<d", value), "little")
     return int.from_bytes(struct.pack("<f", value), "little") if isinstance(value, float) else int(value) % (1 << 64)

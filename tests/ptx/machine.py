@@ -138,7 +138,7 @@ class Machine:
         if instruction.predicate is None:
             return active
         holds = self.read(instruction.predicate, np.bool_, active)
-        chosen = ~holds if instruction.negated else holds
+        chosen: Array = ~holds if instruction.negated else holds
         if active is None:
             return None if chosen.all() else chosen
         return chosen & active
@@ -202,7 +202,8 @@ class Machine:
             if register.name in self.program.written:
                 raise self.fault(f"reads {register.name}, which it never wrote", int(self.lanes(active)[0]))
             # the compiler says of a number that nothing depends on it, so it had better be noticed if something does
-            return np.full(self.num_lanes, _constant(-1, register.dtype))
+            kind: Dtype = register.dtype
+            return np.full(self.num_lanes, _constant(-1, kind))
         if defined is not None:
             lacking = ~defined if active is None else active & ~defined
             if lacking.any():
@@ -291,6 +292,7 @@ class Machine:
         """
         assert isinstance(operand, Address)
         lanes = self.lanes(active)
+        found: Array
         if isinstance(operand.base, Symbol):
             found = np.zeros(lanes.size, np.uint64)
         else:
@@ -303,7 +305,8 @@ class Machine:
         if shared:
             if (outside := found + np.uint64(size) > np.uint64(self.shared.size)).any():
                 raise self.fault("leaves the block's shared memory", int(lanes[np.argmax(outside)]))
-            return found.astype(np.int64) + self.shared_base[lanes]
+            of_all: Array = found.astype(np.int64) + self.shared_base[lanes]
+            return of_all
         if (wrong := self.memory.outside(found, size)) is not None:
             raise self.fault(f"accesses memory {wrong[1]}", int(lanes[wrong[0]]))
         return found

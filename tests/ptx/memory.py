@@ -42,7 +42,11 @@ class _Storage:
             for read in self._reads:
                 self._log.read(*read)
             self._reads.clear()
-        return self._log.write(rows, data.shape[1], code, self.bytes, data)
+        wrong = self._log.write(rows, data.shape[1], code, self.bytes, data)
+        lost = (self.bytes.reshape(-1, data.shape[1])[rows] != data).any(1)
+        if wrong is None and lost.any():
+            return int(np.argmax(lost)), "writes where another thread of its warp writes something else"
+        return wrong
 
 
 class GlobalMemory:

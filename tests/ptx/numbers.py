@@ -57,7 +57,8 @@ def _eight_bits(exponent_bits: int, *, infinities: bool) -> Array:
         values[(codes & 0x7F) == ((1 << exponent_bits) - 1) << mantissa_bits] = np.inf
     else:
         values[(codes & 0x7F) == 0x7F] = np.nan
-    return np.where(codes >= 128, -values, values).astype(np.float32)
+    signed: Array = np.where(codes >= 128, -values, values)
+    return signed.astype(np.float32)
 
 
 E4M3 = _eight_bits(4, infinities=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +35,14 @@ def _floats() -> np.ndarray:
     return values
 
 
-TYPES = {"s16": np.int16, "s32": np.int32, "s64": np.int64, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
+TYPES: dict[str, Any] = {
+    "s16": np.int16,
+    "s32": np.int32,
+    "s64": np.int64,
+    "u16": np.uint16,
+    "u32": np.uint32,
+    "u64": np.uint64,
+}
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -42,7 +52,7 @@ def test_integers(name: str, kind: str) -> None:
     a, b, c = (_integers(dtype) for _ in range(3))
     b[b == 0] = 3
     with np.errstate(over="ignore"):
-        expected = {
+        computed: dict[str, Callable[[], np.ndarray]] = {
             "add": lambda: a + b,
             "sub": lambda: a - b,
             "min": lambda: np.minimum(a, b),
@@ -51,7 +61,8 @@ def test_integers(name: str, kind: str) -> None:
             "mad.lo": lambda: a * b + c,
             "div": lambda: np.array([_divided(*pair)[0] for pair in zip(a, b, strict=True)], dtype),
             "rem": lambda: np.array([_divided(*pair)[1] for pair in zip(a, b, strict=True)], dtype),
-        }[name]()  # fmt: skip
+        }
+        expected = computed[name]()
     operands = "{0}, {1}, {2}" if name == "mad.lo" else "{0}, {1}"
     np.testing.assert_array_equal(each_thread(f"{name}.{kind} {{out}}, {operands};", a, b, c, result=dtype), expected)
 
@@ -127,7 +138,7 @@ def test_floats(name: str) -> None:
     ("name", "function"),
     [("neg", np.negative), ("abs", np.abs), ("sqrt.rn", np.sqrt), ("ex2.approx", np.exp2), ("lg2.approx", np.log2)],
 )
-def test_functions_of_one_float(name: str, function) -> None:
+def test_functions_of_one_float(name: str, function: Callable[[np.ndarray], np.ndarray]) -> None:
     a = _floats()
     with np.errstate(all="ignore"):
         expected = function(a.astype(np.float64)).astype(np.float32)
@@ -138,13 +149,13 @@ def test_a_fused_sum_is_rounded_once() -> None:
     """(1 + u)(1 - u) - 1 is -u^2, and 0 where the product is rounded. (1 + v)^2 lies in the middle of two numbers, and
     with 2^-80, which float64 has no place for, above it."""
     u, v = 2.0**-20, 2.0**-12
-    given = [np.float32(one).repeat(16) for one in ([1 + u, 1 + v], [1 - u, 1 + v], [-1, 2.0**-80])]
+    given = [np.array(one, np.float32).repeat(16) for one in ([1 + u, 1 + v], [1 - u, 1 + v], [-1, 2.0**-80])]
     found = each_thread("fma.rn.f32 {out}, {0}, {1}, {2};", *given, result=np.float32)
-    np.testing.assert_array_equal(found[[0, 16]], np.float32([-(u**2), 1 + 2 * v + 2.0**-23]))
+    np.testing.assert_array_equal(found[[0, 16]], np.array([-(u**2), 1 + 2 * v + 2.0**-23], np.float32))
     apart = each_thread("mul.rn.f32 %r1, {0}, {1};\nadd.rn.f32 {out}, %r1, {2};", *given, result=np.float32)
-    np.testing.assert_array_equal(apart[[0, 16]], np.float32([0, 1 + 2 * v]))
+    np.testing.assert_array_equal(apart[[0, 16]], np.array([0, 1 + 2 * v], np.float32))
     u = 2.0**-30
-    given = [np.float64(one).repeat(32) for one in (1 + u, 1 - u, -1)]
+    given = [np.full(32, one, np.float64) for one in (1 + u, 1 - u, -1)]
     found = each_thread("fma.rn.f64 {out}, {0}, {1}, {2};", *given, result=np.float64)
     np.testing.assert_array_equal(found, -(u**2))
 
@@ -167,9 +178,9 @@ def test_sixteen_bit_arithmetic(kind: str) -> None:
 
 
 def test_flushed_to_zero() -> None:
-    a = np.float32([2.0**-130, -(2.0**-130), 2.0**-126, 1] * 8)
+    a = np.array([2.0**-130, -(2.0**-130), 2.0**-126, 1] * 8, np.float32)
     found = each_thread("mul.ftz.f32 {out}, {0}, 0f3F800000;", a, result=np.float32)
-    np.testing.assert_array_equal(found, np.float32([0, -0.0, 2.0**-126, 1] * 8))
+    np.testing.assert_array_equal(found, np.array([0, -0.0, 2.0**-126, 1] * 8, np.float32))
 
 
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "geu", "num", "nan"])
@@ -211,13 +222,13 @@ def test_moves_between_one_and_several_registers() -> None:
         ("rn.f32.u32", np.uint32, np.float32),
     ],
 )  # fmt: skip
-def test_conversions(name: str, dtype: type[np.generic], result: type[np.generic]) -> None:
+def test_conversions(name: str, dtype: type[np.integer], result: type[np.generic]) -> None:
     a = _integers(dtype)
     np.testing.assert_array_equal(each_thread(f"cvt.{name} {{out}}, {{0}};", a, result=result), a.astype(result))
 
 
 def test_conversions_to_integers_stay_within_their_range() -> None:
-    a = np.float32([2.5, 3.5, -2.5, 1e10, -1e10, np.nan, 127.6, -0.4] * 4)
+    a = np.array([2.5, 3.5, -2.5, 1e10, -1e10, np.nan, 127.6, -0.4] * 4, np.float32)
     expected = [2, 4, -2, 2**31 - 1, -(2**31), 0, 128, 0]
     np.testing.assert_array_equal(each_thread("cvt.rni.s32.f32 {out}, {0};", a, result=np.int32)[:8], expected)
     expected = [2, 3, -2, 2**31 - 1, -(2**31), 0, 127, 0]

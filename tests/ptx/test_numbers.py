@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,9 @@ def _values() -> np.ndarray:
     ],
     ids=["bfloat16", "float16"],
 )
-def test_sixteen_bits(narrow, widen, dtype: torch.dtype) -> None:
+def test_sixteen_bits(
+    narrow: Callable[[np.ndarray], np.ndarray], widen: Callable[[np.ndarray], np.ndarray], dtype: torch.dtype
+) -> None:
     values = _values()
     ours = widen(narrow(values))
     torchs = torch.from_numpy(values).to(dtype)
@@ -62,4 +66,4 @@ def test_tf32_rounds_ties_away() -> None:
     values = np.array([1 + 2**-11, 1 + 2**-11 - 2**-20, -(1 + 2**-11), 1 + 3 * 2**-11, np.inf], np.float32)
     expected = np.array([1 + 2**-10, 1, -(1 + 2**-10), 1 + 2**-9, np.inf], np.float32)
     np.testing.assert_array_equal(numbers.to_tf32(values).view(np.float32), expected)
-    np.testing.assert_array_equal(numbers.from_tf32(np.float32([1 + 2**-11]).view(np.uint32)), [1])
+    np.testing.assert_array_equal(numbers.from_tf32(np.array([1 + 2**-11], np.float32).view(np.uint32)), [1])

@@ -44,7 +44,8 @@ def _fused(a: Any, b: Any, c: Any) -> Any:
 
 def _fused_wide(a: Array, b: Array, c: Array) -> Array:
     """Computes in 80 bits, where there are some, which a product of fp64 does not fit: the last bit may differ."""
-    return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float64)
+    a, b, c = (one.astype(np.longdouble) for one in (a, b, c))
+    return (a * b + c).astype(np.float64)
 
 
 _FLOATS: dict[str, _Function] = {
@@ -111,7 +112,8 @@ def _rounded_to_odd(a: Array, b: Array, c: Array) -> Array:
     over = np.abs(cut.astype(np.float64)) > np.abs(exact)
     bits = cut.view(np.uint32) - over.astype(np.uint32)
     inexact = bits.view(np.float32).astype(np.float64) != exact
-    return np.where(inexact & np.isfinite(exact), bits | np.uint32(1), bits).view(np.float32)
+    odd: Array = np.where(inexact & np.isfinite(exact), bits | np.uint32(1), bits)
+    return odd.view(np.float32)
 
 
 def _flushed(function: _Function) -> _Function:

@@ -1,9 +1,10 @@
 """Decode passes as CUDA graphs: for a token of each row the host launches one graph, and not all of a pass's kernels.
 
-A graph repeats launches with the arguments of its capture. So of each width, the number of rows that a pass computes,
-all that changes from pass to pass lies in tensors with fixed addresses: the newest tokens, which the pass itself leaves
-there, the pages of each row, and one small tensor that the host sends before each pass (`PassInputs`). Rows that have
-ended, or are not there yet, are computed too; their tokens go to a page of no row and are not read.
+A graph repeats launches with the arguments of its capture. So a pass has a shape, the rows that it computes and the
+most tokens that it has room for in each, and all that changes from pass to pass lies in tensors with fixed addresses:
+the newest tokens, which the pass itself leaves there, the pages of each row, and one small tensor that the host sends
+before each pass (`PassInputs`). Rows that have ended, or are not there yet, are computed too; their tokens go to a page
+of no row and are not read.
 
 Pages of a row that begins or moves are sent as a whole; of one that goes on, the page of the new token is among the
 inputs of the pass, which enters it. Copies of shared pages are a graph of their own, which most passes do not need.
@@ -26,8 +27,10 @@ from engine.inference.key_value_cache import WRITTEN, KeyValues, NextPass, copie
 from engine.layers.graph_capture import Capture, Captured, CudaCapture, Replayable
 from engine.layers.host_copies import HostCopy, send_into
 
+SHORTEST = 1024
+"""Tokens of a row that any pass has room for."""
 WARMUP_PASSES = 2
-"""Passes of each width before its capture: they compile and load kernels, and make communicators and workspaces."""
+"""Passes of each shape before its capture: they compile and load kernels, and make communicators and workspaces."""
 
 
 def decode_capture(choice: DecodeGraph, device: torch.device) -> Capture | None:
@@ -81,7 +84,7 @@ def _written(packed: Any) -> Any:
 
 
 Prepare = Callable[[PassInputs, Tensor], Callable[[NextPass], Tensor]]
-"""Given the static inputs of passes of one width, and int64 [N] newest tokens, returns what computes such a pass: it
+"""Given the static inputs of passes of one shape, and int64 [N] newest tokens, returns what computes such a pass: it
 takes the cache as the pass sees it, puts the next tokens in the place of the newest, and returns what `Chosen` takes.
 """
 
@@ -109,8 +112,8 @@ class _Graph:
         return self._graph.outputs
 
 
-class _Width(NamedTuple):
-    """The passes of one width.
+class _Shape(NamedTuple):
+    """The passes of one shape.
 
     Args:
         packed: their inputs.
@@ -142,7 +145,7 @@ class DecodeGraphs:
             capacity: torch.zeros((widths[-1], table.table.shape[1]), dtype=torch.int32, device=last_W.device)
             for capacity, table in cache.tables.items()
         }
-        self._by_width: dict[tuple[int, bool], _Width] = {}
+        self._by_shape: dict[tuple[int, int, bool], _Shape] = {}
 
     def width(self, count: int) -> int:
         """Returns the width of a pass of `count` rows."""
@@ -158,10 +161,11 @@ class DecodeGraphs:
         Returns:
             The pass's result, on its way to the host.
         """
-        key = packed.shape[1], adapters
-        one = self._by_width.get(key)
+        longest = max(SHORTEST, 1 << (int(packed[2].max()) - 1).bit_length())
+        key = packed.shape[1], longest, adapters
+        one = self._by_shape.get(key)
         if one is None:
-            one = self._by_width[key] = self._made(packed)
+            one = self._by_shape[key] = self._made(packed, longest)
         with self._capture.running():
             for capacity, table in self._cache.tables.items():
                 if table.changed:  # rows between them are sent too
@@ -173,8 +177,8 @@ class DecodeGraphs:
                 one.copies.launch(self._capture, self._pool)
             return HostCopy(*one.pass_.launch(self._capture, self._pool))  # before the next one overwrites it
 
-    def _made(self, packed: np.ndarray) -> _Width:
-        """Makes the static tensors of a width."""
+    def _made(self, packed: np.ndarray, longest: int) -> _Shape:
+        """Makes the static tensors of a shape."""
         width, cache = packed.shape[1], self._cache
         on_device = torch.zeros(packed.shape, dtype=torch.int64, device=self._last_W.device)
         inputs = PassInputs.of(on_device)
@@ -182,10 +186,11 @@ class DecodeGraphs:
         tables = {capacity: table[:width] for capacity, table in self._tables.items()}
 
         def compute() -> tuple[Tensor, ...]:
-            return (run(cache.static_pass(tables, inputs.written, min(width, cache.slots))),)
+            num_rows = min(width, cache.slots)
+            return (run(cache.static_pass(tables, inputs.written, num_rows, longest=longest)),)
 
         def copy() -> tuple[Tensor, ...]:
             cache.copy_pages(inputs.written)
             return ()
 
-        return _Width(on_device, _Graph(compute), _Graph(copy))
+        return _Shape(on_device, _Graph(compute), _Graph(copy))

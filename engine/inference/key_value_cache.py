@@ -264,19 +264,20 @@ class KeyValues:
         }
         return NextPass(self, num_rows, found)
 
-    def static_pass(self, tables: Mapping[int, Tensor], on_device: Tensor, num_rows: int) -> NextPass:
+    def static_pass(self, tables: Mapping[int, Tensor], on_device: Tensor, num_rows: int, *, longest: int) -> NextPass:
         """Returns a pass of one token each of slots 0 to num_rows - 1 that may be run again, on other numbers in the
         same tensors: nothing about it is known on the host.
 
         Args:
-            tables: capacity -> int32 [N, P], the pages of each row; the pass enters the pages of the new tokens.
+            tables: capacity -> int32 [N, P], contiguous, pages of each row; the pass enters those of the new tokens.
             on_device: int64 [tables, 5, N], as `write` returns it; its pages were copied already.
+            longest: the most tokens of a row, which attention has room for.
         """
         assert self.gathered is None, self.gathered
         found = {}
         for (capacity, table_NP), (places, counts, entries, *_) in zip(tables.items(), on_device, strict=True):
             table_NP.view(-1).index_copy_(0, entries, (places // PAGE).int())
-            found[capacity] = _Rows(places, table_NP, counts, None, None)
+            found[capacity] = _Rows(places, table_NP[:, : -(-longest // PAGE)], counts, None, None)
         return NextPass(self, num_rows, found)
 
     def _rows(self, table: PageTable, counts: np.ndarray, written: Tensor) -> _Rows:

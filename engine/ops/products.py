@@ -81,7 +81,14 @@ class Separate:
 
 
 class Folded:
-    """B lies beside W and H beside x, so that base and adapters are one product."""
+    """B lies beside W and H beside x, so that base and adapters are one product.
+
+    Args:
+        keeps_h: for backward.
+    """
+
+    def __init__(self, *, keeps_h: bool = True) -> None:
+        self._keeps_h = keeps_h
 
     def inputs(
         self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
@@ -98,7 +105,8 @@ class Folded:
 
     def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert made.h is not None
-        return operands.base_product(made.x, folded=True), made.h.clone()  # frees the buffer it is a view of
+        h = made.h.clone() if self._keeps_h else None  # frees the buffer it is a view of
+        return operands.base_product(made.x, folded=True), h
 
     def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
         assert given.update != "now", "dH leaves with dX"
@@ -177,14 +185,18 @@ class Joined(Separate):
 
 
 SEPARATE, FOLDED, JOINED = Separate(), Folded(), Joined()
+_FOLDED_FORWARD = Folded(keeps_h=False)
 
 
 def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperands:
     """Returns the operands with the adapters of the context's tokens: none where it excludes them, and those of the
-    choice where tokens differ in them."""
+    choice where tokens differ in them. Where text is generated, nothing is kept for a backward."""
     if context.choice is not None and context.adapters:
         chosen: LinearOperands = context.choice.chosen(operands)
         return chosen
-    if context.adapters or operands.low_rank is None:
+    if operands.low_rank is None:
         return operands
+    if context.adapters:
+        keeps = context.cache is None or operands.forward_way is not FOLDED
+        return operands if keeps else replace(operands, forward_way=_FOLDED_FORWARD)
     return replace(operands, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)

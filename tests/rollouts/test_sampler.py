@@ -13,12 +13,17 @@ import pytest
 import torch
 
 from engine.data.dataset import TokenDataset
+from engine.inference import decode_graphs
+from engine.inference.model_part import InferenceStage
+from engine.rollouts import trained_sampler
 from engine.rollouts.data.completions import Completion, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.sampler import Sampled
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
 from engine.training.prepared_run import PreparedRun
+from tests.support.generation import lasting_tensors
+from tests.support.graph_stand_in import FunctionCapture
 from tests.support.rollout_runs import prepared, rollout_settings
 
 END = frozenset((0,))
@@ -138,6 +143,50 @@ def test_reading_tokens_late_changes_no_token(run: PreparedRun, slots: int, monk
         assert not any(layer.table.used for layer in generator.stage.cache.layers.values())
         # a completion's first token comes from its prompt's pass
         assert generator.speed.decode_tokens == sum(len(one.tokens) - 1 for one in found)
+
+
+def test_graphs_change_no_number_and_outlive_an_update(run: PreparedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of a stage that is kept sample with the weights of now: an update leaves these where they are, which a
+    graph of a GPU relies on."""
+    monkeypatch.setattr(decode_graphs, "SHORTEST", 16)
+    stages, captures = list[InferenceStage](), list[FunctionCapture]()
+
+    def kept(*arguments: Any, **more: Any) -> InferenceStage:
+        captures.append(FunctionCapture(lambda: lasting_tensors(stages[-1])))
+        stages.append(InferenceStage(*arguments, **{**more, "capture": captures[-1]}))
+        return stages[-1]
+
+    prompts, flat = prompts_of(run, 6), run.training.optimizer.flat
+    masters = [shard.tensor for shard in flat.master_shards()]
+    before = [master.clone() for master in masters]
+    parameters = [parameter for part in run.training.parts for parameter in part.parameters()]
+    places = [parameter.data_ptr() for parameter in parameters]
+    plain = sampled(run, prompts)
+    with monkeypatch.context() as patched:
+        patched.setattr(trained_sampler, "InferenceStage", kept)
+        assert_equal(sampled(run, prompts), plain)
+    replays = sum(one.replays for one in captures[0].captured)
+    assert replays > 10
+    try:
+        for master in masters:
+            master.mul_(1.5)
+        flat.publish()
+        assert [parameter.data_ptr() for parameter in parameters] == places
+        changed = sampled(run, prompts)
+        assert any(one.tokens.tolist() != other.tokens.tolist() for one, other in zip(changed, plain, strict=True))
+        monkeypatch.setattr(trained_sampler, "InferenceStage", lambda *_, **__: stages[-1])
+        assert_equal(sampled(run, prompts), changed)
+        assert sum(one.replays for one in captures[0].captured) > 2 * replays and len(captures) == 1
+    finally:
+        for master, value in zip(masters, before, strict=True):
+            master.copy_(value)
+        flat.publish()
+
+
+def assert_equal(found: Sequence[Sampled], expected: Sequence[Sampled]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.logps.tolist() == other.logps.tolist()
 
 
 def test_what_sampling_depends_on(run: PreparedRun) -> None:

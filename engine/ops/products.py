@@ -81,14 +81,7 @@ class Separate:
 
 
 class Folded:
-    """B lies beside W and H beside x, so that base and adapters are one product.
-
-    Args:
-        keeps_h: for backward.
-    """
-
-    def __init__(self, *, keeps_h: bool = True) -> None:
-        self._keeps_h = keeps_h
+    """B lies beside W and H beside x, so that base and adapters are one product."""
 
     def inputs(
         self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
@@ -105,8 +98,7 @@ class Folded:
 
     def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert made.h is not None
-        h = made.h.clone() if self._keeps_h else None  # frees the buffer it is a view of
-        return operands.base_product(made.x, folded=True), h
+        return operands.base_product(made.x, folded=True), made.h.clone()  # frees the buffer it is a view of
 
     def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
         assert given.update != "now", "dH leaves with dX"
@@ -132,6 +124,13 @@ class Folded:
         for adapter in operands.low_rank.adapters:
             torch.mm(adapter.columns(dy_TO), adapter.b_OR, out=adapter.ranks(both[:, operands.in_features :]))
         return both
+
+
+class FoldedForward(Folded):
+    """The same where no backward follows, for which H would be kept."""
+
+    def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return operands.base_product(made.x, folded=True), None
 
 
 class Joined(Separate):
@@ -184,8 +183,7 @@ class Joined(Separate):
         return operands.kernels.adapted.fits(left, weight.t() if forward else weight)
 
 
-SEPARATE, FOLDED, JOINED = Separate(), Folded(), Joined()
-_FOLDED_FORWARD = Folded(keeps_h=False)
+SEPARATE, FOLDED, FOLDED_FORWARD, JOINED = Separate(), Folded(), FoldedForward(), Joined()
 
 
 def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperands:
@@ -198,5 +196,5 @@ def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperand
         return operands
     if context.adapters:
         keeps = context.cache is None or operands.forward_way is not FOLDED
-        return operands if keeps else replace(operands, forward_way=_FOLDED_FORWARD)
+        return operands if keeps else replace(operands, forward_way=FOLDED_FORWARD)
     return replace(operands, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)

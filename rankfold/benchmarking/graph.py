@@ -68,9 +68,9 @@ class Measured(NamedTuple):
 
 
 def measure(
-    options: GraphOptions, device: torch.device, kernels: Kernels, make_capture: Callable[[GraphSide], Capture]
+    options: GraphOptions, device: torch.device, kernels: Kernels, make_capture: Callable[[GraphSide], Capture] | None
 ) -> Measured:
-    """Checks and times one row length.
+    """Checks and times one row length; without `make_capture` the step without graphs alone.
 
     Raises:
         RuntimeError: a replayed step computes something else.
@@ -136,30 +136,35 @@ def _timed(
 
 
 def run(options: GraphOptions) -> Table:
-    """Measures every row length.
+    """Measures every row length; with `--device cpu` the step without graphs alone.
 
     Raises:
         UserError: there is no GPU, or attention cannot read the documents on it.
         RuntimeError: a replayed step computes something else.
     """
     device = choose_device(options.device)
-    if device.type != "cuda":
-        raise UserError("the section graph replays CUDA graphs and torch sees no GPU here: run it on one.")
+    if device.type != "cuda" and options.device != "cpu":
+        raise UserError(
+            "the section graph replays CUDA graphs and torch sees no GPU here: run it on one, or add --device cpu for "
+            "the step without graphs alone."
+        )
     kernels, sentence = choose_kernels(options.kernels, device=device, dtype=TORCH_DTYPES[options.dtype])
     head_dim = options.hidden // options.heads
     choice = choose_attention(
         kernels, "auto", device=device, dtype=TORCH_DTYPES[options.dtype], head_dim=head_dim, packed=True
     )
-    if not choice.on_device:
+    if device.type == "cuda" and not choice.on_device:
         raise UserError(f"no graph can be captured here ({choice.sentence}): use --dtype bfloat16.")
+    capture = (lambda side: CudaCapture(side.device)) if device.type == "cuda" else None
     measured = {}
     for length in options.row_lengths():
         progress("graph", f"{length} tokens: building")
-        measured[length] = measure(
-            replace(options, length=length), device, choice.kernels, lambda side: CudaCapture(side.device)
-        )
-    names = _attention_kernels(options, choice.kernels, device)
-    findings = (sentence, choice.sentence, f"Attention ran {', '.join(names)}.")
+        measured[length] = measure(replace(options, length=length), device, choice.kernels, capture)
+    if capture is None:
+        findings = (sentence, "A CPU has no graphs: the step without them alone.")
+    else:
+        names = _attention_kernels(options, choice.kernels, device)
+        findings = (sentence, choice.sentence, f"Attention ran {', '.join(names)}.")
     return table(options, measured, findings, describe(device, ("triton",)))
 
 
@@ -206,7 +211,8 @@ def table(
             if name != EAGER:
                 what = "are equal bit for bit" if error == 0 else f"agree within {error:.1e}, relative"
                 sentences.append(f"{tokens} tokens, {name}: the first {_CHECKED_STEPS} losses {what}.")
-    sentences.append("kept GiB: memory that stays reserved for the graphs, beside what the step without them needs.")
+    if any(name != EAGER for found in measured.values() for name in found.kept):
+        sentences.append("kept GiB: memory that stays reserved for graphs, beside what the step without them needs.")
     return Table(
         title=f"CUDA graphs: hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} "
         f"heads, rank {options.rank}, {options.rows} rows of {options.documents} documents, {options.dtype}",

@@ -36,7 +36,7 @@ class GraphSide:
         options: with the row length to be measured as `length`.
         device: where it runs.
         kernels: whose attention reads the documents on the device.
-        make_capture: a capture for this side.
+        make_capture: a capture for this side; None for the step without graphs alone.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GraphSide:
         options: GraphOptions,
         device: torch.device,
         kernels: Kernels,
-        make_capture: Callable[[GraphSide], Capture],
+        make_capture: Callable[[GraphSide], Capture] | None,
     ) -> None:
         self.device = device
         side = EngineSide(options, device, kernels)
@@ -61,15 +61,15 @@ class GraphSide:
             stages = Stages.whole(ModelStage(self.model, LanguageModeling(), device, step=self.count))
             return TrainStep(stages, reducer, self.optimizer, mesh), stages
 
-        (plain, _), (layered, stages) = step(), step()
-        room = options.rows * max(options.documents, DOCUMENTS_PER_ROW)
-        shape = StaticShape(rows=options.rows, length=options.length, documents=room)
-        capture = make_capture(self)
-        self.kinds: dict[str, Callable[..., StepResult]] = {
-            EAGER: plain,
-            LAYERS: LayerGraphs(layered, stages, capture, shape),
-            STEP: StepGraph(plain, capture, shape, num_microbatches=options.accumulation, device=device),
-        }
+        plain, _ = step()
+        self.kinds: dict[str, Callable[..., StepResult]] = {EAGER: plain}
+        if make_capture is not None:
+            layered, stages = step()
+            room = options.rows * max(options.documents, DOCUMENTS_PER_ROW)
+            shape = StaticShape(rows=options.rows, length=options.length, documents=room)
+            capture = make_capture(self)
+            self.kinds[LAYERS] = LayerGraphs(layered, stages, capture, shape)
+            self.kinds[STEP] = StepGraph(plain, capture, shape, num_microbatches=options.accumulation, device=device)
         self._kept = [(tensor, tensor.clone()) for tensor in (*self.lasting(), self.count)]
 
     def lasting(self) -> list[Tensor]:

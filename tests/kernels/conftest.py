@@ -57,21 +57,22 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--one-each", action="store_true", help="of the GPU tests of kernels, one case of each in bfloat16, the first"
+        "--one-each", action="store_true", help="of the tests of kernels, one case of each in bfloat16, the first"
     )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one case of each function with --one-each: what a new GPU is asked first."""
+    """Keeps one case of each function on each device with --one-each: what a new GPU is asked first."""
     if not config.getoption("--one-each", default=False):
         return
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for item in list(items):
         name, _, case = item.nodeid.partition("[")
-        if "cuda-bfloat16" not in case or name in seen:
+        device = next((one for one in ("cuda", "cpu") if f"{one}-bfloat16" in case), "")
+        if not device or (name, device) in seen:
             items.remove(item)
-        seen |= {name} if "cuda-bfloat16" in case else set()
+        seen.add((name, device))
 
 
 def _in_sixteen_bits(request: pytest.FixtureRequest) -> bool:

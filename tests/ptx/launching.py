@@ -158,7 +158,7 @@ def compile_kernel(
         signature: its arguments -> their types, such as *fp32, which are multiples of 16 bytes, and i32.
         constants: its other arguments.
         arch: of the GPU.
-        options: of the launch, such as num_warps.
+        options: of the launch, such as num_warps; products and sums are fused unless they say otherwise.
     """
     types = {**signature, **dict.fromkeys(constants, "constexpr")}
     aligned = {
@@ -167,5 +167,5 @@ def compile_kernel(
         if types[name].startswith("*")
     }
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
     return Kernel(compiled.asm["ptx"], compiled.metadata.shared)

@@ -29,6 +29,14 @@ Dtype = Any
 """A class of numpy's scalars; more exact types make its arithmetic untypable."""
 
 _MOST_STEPS = 5_000_000
+_LANEWISE = frozenset(
+    (
+        "abs", "add", "and", "bfe", "bfi", "cnot", "cvt", "div", "ex2", "fma", "lg2", "mad", "max", "min", "mov", "mul",
+        "neg", "not", "or", "prmt", "rcp", "rsqrt", "selp", "setp", "shfl", "shl", "shr", "sqrt", "sub", "xor",
+    )
+)  # fmt: skip
+"""Opcodes whose result in one lane comes from the operands of one lane. Triton 3.6 sums over warps with registers that
+only some lanes have loaded, and uses the results of these lanes alone."""
 _SHARED = "global_smem"
 _PARAMETERS, _PARAMETER_BYTES = 1 << 20, 16
 """The address of the first parameter, and how far apart they lie."""
@@ -83,6 +91,9 @@ class Machine:
         self.executed = Counter[int]()
         """How often each instruction was, by its number."""
         self._current: Instruction | None = None
+        self._chooses = False
+        self.unwritten: Array | None = None
+        """Lanes in which the current instruction, of those in _LANEWISE, has read what they never wrote."""
         self.copies, self.products = Groups(self.num_lanes), Groups(self.num_lanes)
         self.accumulators: dict[int, tuple[Array, Array]] = {}
         """Slots of registers whose products have not been waited for: lanes, and their group."""
@@ -128,6 +139,7 @@ class Machine:
                 case "bar" | "barrier":
                     self._barrier(instruction, mask)
                 case _ if chosen is None or chosen.any():
+                    self.unwritten = None
                     self._steps(at)(self, chosen)
             at += 1
         if at == len(self.program.instructions):
@@ -137,7 +149,9 @@ class Machine:
     def _chosen(self, instruction: Instruction, active: Active) -> Active:
         if instruction.predicate is None:
             return active
+        self._chooses = True
         holds = self.read(instruction.predicate, np.bool_, active)
+        self._chooses = False
         chosen: Array = ~holds if instruction.negated else holds
         if active is None:
             return None if chosen.all() else chosen
@@ -207,12 +221,19 @@ class Machine:
         if defined is not None:
             lacking = ~defined if active is None else active & ~defined
             if lacking.any():
-                raise self.fault(f"reads {register.name}, which it never wrote", int(np.argmax(lacking)))
+                if not self._is_lanewise():
+                    raise self.fault(f"reads {register.name}, which it never wrote", int(np.argmax(lacking)))
+                self.unwritten = lacking if self.unwritten is None else self.unwritten | lacking
         if self.accumulators and (waits := self.accumulators.get(register.slot)) is not None:
             unready = waits[0] if active is None else waits[0] & active
             if unready.any():
                 raise self.fault(f"reads {register.name}, whose product it has not waited for", int(np.argmax(unready)))
         return value
+
+    def _is_lanewise(self) -> bool:
+        """Returns whether the current instruction hands on that it has read what was never written. Accesses,
+        predicates, branches, products and all else take only what was."""
+        return self._current is not None and self._current.opcode[0] in _LANEWISE and not self._chooses
 
     @cached_property
     def _specials(self) -> dict[str, Array]:
@@ -238,15 +259,17 @@ class Machine:
             value = np.broadcast_to(value, self.num_lanes)
         if value.dtype != raw:
             value = value.view(raw)
+        wrote = None if self.unwritten is None else ~self.unwritten
         if active is None:
-            self._values[operand.slot], self._defined[operand.slot] = value, None
+            self._values[operand.slot], self._defined[operand.slot] = value, wrote
             return
         old, defined = self._values[operand.slot], self._defined[operand.slot]
         if old is None:
             old, defined = np.zeros(self.num_lanes, raw), np.zeros(self.num_lanes, bool)
         self._values[operand.slot] = np.where(active, value, old)
-        if defined is not None:
-            defined = defined | active
+        if defined is not None or wrote is not None:
+            before = np.ones(self.num_lanes, bool) if defined is None else defined
+            defined = np.where(active, True if wrote is None else wrote, before)
             self._defined[operand.slot] = None if defined.all() else defined
 
     def read_parameter(self, operand: Operand | None, dtype: Dtype, active: Active) -> Any:

@@ -174,8 +174,29 @@ MASKED = """
 def test_a_masked_load_leaves_a_register_unwritten() -> None:
     """Triton writes zeros first, also where a kernel names no other value; without them numbers would be anything."""
     kernel(MASKED.format(zero="mov.b32 %r2, 0;"), parameters=1).launch((1,), [torch.zeros(32, dtype=torch.int32)])
-    with pytest.raises(Fault, match=r"thread 20, reads %r2, which it never wrote: add.s32 %r3, %r2, 1 \(small.py:7\)"):
+    with pytest.raises(Fault, match=r"thread 20, reads %r3, which it never wrote: st.global.b32 .* \(small.py:7\)"):
         kernel(MASKED.format(zero=""), parameters=1).launch((1,), [torch.zeros(32, dtype=torch.int32)])
+
+
+EXCHANGED = """
+	ld.param.b64 %rd1, [small_param_0];
+	mov.u32 %r1, %tid.x;
+	mad.wide.u32 %rd2, %r1, 4, %rd1;
+	setp.lt.u32 %p1, %r1, 4;
+	@%p1 ld.global.b32 %r2, [%rd2];
+	shfl.sync.bfly.b32 %r3, %r2, {by}, 31, -1;
+	add.s32 %r4, %r2, %r3;
+	@%p1 st.global.b32 [%rd2], %r4;
+"""
+
+
+def test_lanes_exchange_what_only_some_have_loaded() -> None:
+    """Triton 3.6 sums so over warps: what was never written may be computed with, and reach no memory."""
+    x = torch.arange(32, dtype=torch.int32)
+    kernel(EXCHANGED.format(by=2), parameters=1).launch((1,), [x])
+    assert x[:5].tolist() == [2, 4, 2, 4, 4]
+    with pytest.raises(Fault, match=r"thread 0, reads %r4, which it never wrote: @%p1 st.global.b32"):
+        kernel(EXCHANGED.format(by=4), parameters=1).launch((1,), [x])
 
 
 def _multiplies(arch: int) -> tuple[str, int]:
@@ -205,6 +226,8 @@ def test_an_instruction_of_a_pipeline_is_missing(missing: str) -> None:
     """Deletes one kind of instruction from what Triton compiled."""
     arch, pattern, message = MISSING[missing]
     text, shared = _multiplies(arch)
+    if arch == 90 and "fence.proxy.async" not in text:
+        pytest.skip("this Triton puts no fence between asynchronous copies and a product")
     x, y, out = _random(64, 256).bfloat16(), _random(256, 64).bfloat16(), torch.empty(64, 64)
     Kernel(text, shared).launch((1,), [x, y, out])
     exact = x.double() @ y.double()

@@ -88,9 +88,15 @@ def test_the_defaults_run_on_a_gpu():
     assert FLASH2.why_not(head_dim=options.hidden // options.heads, capability=(9, 0)) is None
 
 
+def test_on_a_cpu_that_is_asked_for_the_step_without_graphs_runs_alone():
+    table = graph.run(GraphOptions(**{**TINY, "dtype": "float32"}, device="cpu", lengths="24", documents=3, repeats=2))
+    assert [row[0] for row in table.rows] == [f"{24 * TINY.get('rows', 1)} tokens, {EAGER}"]
+    assert "A CPU has no graphs: the step without them alone." in table.findings
+
+
 def test_without_a_gpu_there_is_nothing_to_measure():
     with pytest.raises(UserError, match="torch sees no GPU"):
-        graph.run(GraphOptions(**TINY, device="cpu"))
+        graph.run(GraphOptions(**TINY))
     with pytest.raises(UserError, match="less than 2 tokens"):
         GraphOptions(**TINY, lengths="512,8", documents=8)
     with pytest.raises(UserError, match="--lengths is 'a'"):

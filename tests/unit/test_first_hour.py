@@ -46,6 +46,25 @@ def test_sections_take_their_arguments(part: Part) -> None:
     assert options.device == "auto" and getattr(options, "dtype", "bfloat16") == "bfloat16"
 
 
+REHEARSED = [part for part in PARTS if part.on_cpu]
+
+
+@pytest.mark.parametrize("part", [part for part in REHEARSED if part in SECTION_PARTS], ids=lambda part: part.name)
+def test_rehearsals_take_their_arguments(part: Part) -> None:
+    kind, parser = SECTIONS[part.tool], ArgumentParser(allow_abbrev=False)
+    add_options(parser, kind)
+    options = read_options(parser.parse_args(part.rehearsed().arguments.split()), kind)
+    assert options.device == "cpu" and getattr(options, "dtype", None) in (None, "float32")
+
+
+def test_early_parts_are_rehearsed() -> None:
+    assert [part.name for part in REHEARSED] == [part.name for part in PARTS if part.early]
+    for part in REHEARSED:
+        rehearsed = part.rehearsed()
+        assert first_hour._what_is_missing(rehearsed, Gpus(0, 0.0, (0, 0))) == ""
+        assert (rehearsed.name, rehearsed.tool, rehearsed.seconds) == (part.name, part.tool, part.seconds)
+
+
 FOR_A_GPU = re.compile(r"mark\.gpu\b|^@(long_)?places", re.MULTILINE)
 
 
@@ -205,9 +224,13 @@ def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
     )
     done = run_part(1, _stand_in(code), tmp_path, seconds=1.5)
     assert done.status == "out of time" and done.seconds < 10
-    child = int((tmp_path / "01-it.log").read_text())
+    child, *where = (tmp_path / "01-it.log").read_text().splitlines()
+    assert done.figures == child, "what its end prints is no figure"
+    assert any("Fatal Python error: Aborted" in line for line in where) and any(
+        '"<string>", line 1' in line for line in where
+    )
     for _ in range(100):
-        if not _runs(child):
+        if not _runs(int(child)):
             return
         time.sleep(0.05)
     raise AssertionError("the part's child is still running")
@@ -229,7 +252,7 @@ def test_tests_out_of_time_report_what_failed_before(tmp_path: Path) -> None:
     with process:
         while not (tmp_path / "waits").exists() and process.poll() is None:
             time.sleep(0.05)
-        first_hour._end(process, interrupt=True)
+        first_hour._end(process, part)
     record = first_hour._record(tmp_path / "it", part)
     assert record is not None and "test_it::test_a" in record["failed"]
 

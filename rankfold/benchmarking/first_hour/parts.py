@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
@@ -27,7 +27,9 @@ class Part:
         memory: GiB that a GPU needs for it.
         capability: the least compute capability of a GPU that has the products for it.
         early: among the first, which together tell in ten minutes whether the engine runs here, and how fast.
+        on_cpu: arguments in a rehearsal, which has the sizes that a CPU finishes in seconds; "" where there is none.
         seconds: that it may take.
+        marks: pytest's marker expression, of tests.
     """
 
     name: str
@@ -37,15 +39,17 @@ class Part:
     memory: int = 0
     capability: tuple[int, int] = (0, 0)
     early: bool = False
+    on_cpu: str = ""
     seconds: float = 540.0
+    marks: str = "gpu"
 
     def command(self, stem: Path) -> list[str]:
         """Returns the whole command; its results begin with `stem`."""
         if self.tool == "tests":
             # the project's own pytest options need pytest-timeout, which a machine with a GPU may lack
             return [
-                sys.executable, "-m", "pytest", "-v", "--tb=short", "--maxfail=20", "-m", "gpu", "-o", "addopts=", "-p",
-                "no:cacheprovider", f"--junitxml={stem}.xml", *self.arguments.split(),
+                sys.executable, "-m", "pytest", "-v", "--tb=short", "--maxfail=20", "-m", self.marks, "-o", "addopts=",
+                "-p", "no:cacheprovider", f"--junitxml={stem}.xml", *self.arguments.split(),
             ]  # fmt: skip
         words = shlex.split(self.arguments)
         for name in _FOLDERS:
@@ -69,6 +73,10 @@ class Part:
         for name, sizes in _FOLDERS.items():
             if name in self.arguments:
                 write_small_run(Path(f"{stem}.run"), sizes)
+
+    def rehearsed(self) -> Part:
+        """Returns the part as a machine without a GPU runs it: the same tool with the sizes of `on_cpu`."""
+        return replace(self, arguments=self.on_cpu, gpus=0, memory=0, capability=(0, 0), marks="not gpu")
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -126,15 +134,29 @@ _KERNELS = (
 )  # fmt: skip
 _ONE_EACH = " ".join(("--one-each", *(f"tests/kernels/test_triton_{name}.py" for name in _KERNELS)))
 
+_SMALL = "--hidden 64 --heads 4 --kv-heads 2 --layers 2 --intermediate 128 --vocab 256 --device cpu --repeats 2"
+_SMALL_STEP = f"{_SMALL} --length 64 --peers none"
+_SMALL_ROLLOUTS = (
+    "--model.dtype float32 --train.steps 2 --train.global_batch_size 8 --rollout.max_completion_length 4 "
+    "--data.seq_length 64"
+)
+"""Options of rehearsals."""
+
 PARTS = (
-    Part("machine-speed", "machine-speed", early=True),
-    Part("test-one-each", "tests", _ONE_EACH, early=True, seconds=240.0),
-    Part("graph", "graph", "--dtype bfloat16", early=True),
-    Part("step", "step", f"{PRESET} --peers none --repeats 10", early=True),
-    Part("step-packed", "step", f"{PRESET} --peers none --repeats 10 --documents 8", early=True),
-    Part("experts", "experts", f"{_MIXTURE} --peers none", early=True),
-    Part("rollouts", "train", _ROLLOUTS, early=True),
-    Part("tower", "tower", "--dtype bfloat16 --images 8 --layers 27", early=True),
+    Part("machine-speed", "machine-speed", early=True, seconds=60.0,
+         on_cpu="--device cpu --copy-mib 16 --size 256 --repeats 3"),
+    Part("test-one-each", "tests", _ONE_EACH, early=True, seconds=240.0,
+         on_cpu="--one-each tests/kernels/test_triton_rows.py tests/kernels/test_triton_rope.py"),
+    Part("graph", "graph", "--dtype bfloat16", early=True, seconds=90.0,
+         on_cpu=f"{_SMALL} --dtype float32 --lengths 64 --documents 2"),
+    Part("step", "step", f"{PRESET} --peers none --repeats 10", early=True, seconds=150.0, on_cpu=_SMALL_STEP),
+    Part("step-packed", "step", f"{PRESET} --peers none --repeats 10 --documents 8", early=True, seconds=120.0,
+         on_cpu=f"{_SMALL_STEP} --documents 2"),
+    Part("experts", "experts", f"{_MIXTURE} --peers none", early=True, seconds=120.0,
+         on_cpu=f"{_SMALL_STEP} --experts 4 --per-token 2"),
+    Part("rollouts", "train", _ROLLOUTS, early=True, seconds=150.0, on_cpu=f"{_ROLLOUTS} {_SMALL_ROLLOUTS}"),
+    Part("tower", "tower", "--dtype bfloat16 --images 8 --layers 27", early=True, seconds=90.0,
+         on_cpu="--device cpu --images 2 --side 56 --layers 2 --width 64 --heads 4 --mlp 128 --repeats 2"),
     _tests("lora", "tests/kernels/test_triton_lora.py"),
     _tests("norms", "tests/kernels/test_triton_rmsnorm.py tests/kernels/test_triton_head_norm.py"),
     _tests("swiglu", "tests/kernels/test_triton_swiglu.py tests/kernels/test_triton_output_gradients.py"),

@@ -35,7 +35,10 @@ def shuffle(instruction: Instruction) -> Execute:
         ]
         other = np.where((other >= 0) & (other < WARP), other, lane)
         value = np.broadcast_to(machine.read(source, np.uint32, active), machine.num_lanes)
-        machine.write(to, value[np.arange(machine.num_lanes) - lane + other], active)
+        places = np.arange(machine.num_lanes) - lane + other
+        if machine.unwritten is not None:
+            machine.unwritten = machine.unwritten[places]
+        machine.write(to, value[places], active)
 
     return execute
 

@@ -422,8 +422,8 @@ def _say_what_is_missing(parts: Sequence[Part], here: Gpus) -> None:
         )
         progress(
             "first hour",
-            f"without a network: pip download --no-deps -d WHEELS -c constraints.txt {packages} on another machine, then "
-            f"here {sys.executable} -m pip install --no-index --no-deps WHEELS/*",
+            f"without a network: pip download --no-deps -d WHEELS -c constraints.txt {packages} on another machine, "
+            f"then here {sys.executable} -m pip install --no-index --no-deps WHEELS/*",
         )
 
 

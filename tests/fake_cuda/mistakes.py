@@ -224,6 +224,12 @@ def captured_read(device: Recorder) -> None:
     _captured(lambda: x.sum().item())
 
 
+def captured_pinned(device: Recorder) -> None:
+    """Memory of the host that is given back after the capture, which each replay reads."""
+    target = _there()
+    _captured(lambda: target.add_(sent(torch.ones(8), DEVICE)))
+
+
 def captured_pageable(device: Recorder) -> None:
     x, host = _there(), torch.ones(8)
     _captured(lambda: x.copy_(host, non_blocking=True))
@@ -313,6 +319,7 @@ MISTAKES = {
     "captured well": Mistake(make=captured_well, said=None),
     "read in a capture": Mistake(make=captured_read, said="item inside a graph's capture"),
     "pageable copy in a capture": Mistake(make=captured_pageable, said="pageable memory inside a graph's capture"),
+    "pinned copy in a capture": Mistake(make=captured_pinned, said="a graph uses memory that was made"),
     "communicator made in a capture": Mistake(make=captured_connection, said="is made inside a graph's capture"),
     "question in a capture": Mistake(make=captured_question, said="asked whether it is done inside a graph's capture"),
     "side stream in a capture": Mistake(make=captured_side_stream, said="a capture ends before it has waited for"),

@@ -1,7 +1,7 @@
 """Decode passes as graphs against the passes of the loop without them, and against transformers.
 
 On a CPU functions stand in for graphs, which insist that a replay repeats the operations of the capture
-(tests.support.graph_stand_in). On a GPU: python -m pytest -m gpu tests/parity/test_decode_graphs.py
+(tests.support.graph_stand_in). With those of a GPU: tests/unit/test_decode_graphs.py.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from engine.inference import decode_graphs
-from engine.inference.decode_graphs import pass_widths
 from engine.inference.options import Limits, Sampling
 from tests.support.family_models import make_model
 from tests.support.generation import STORIES, engine_answers, random_prompts, stock_greedy
 from tests.support.graph_stand_in import FunctionCapture
 from tests.support.sweeps import sampled
-
-
-def test_widths_are_powers_of_two_and_all_slots() -> None:
-    assert pass_widths(1, 1) == [1]
-    assert pass_widths(6, 1) == [1, 2, 4, 6]
-    assert pass_widths(64, 1) == [1, 2, 4, 8, 16, 32, 64]
-    assert pass_widths(6, 4) == [4, 8]
-    assert pass_widths(24, 24) == [24]
 
 
 @pytest.fixture(autouse=True)

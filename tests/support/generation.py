@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.inference.generate import Answer, Generator, Request
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.layers.graph_capture import Captured, CudaCapture, Replayable
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
@@ -67,7 +68,8 @@ def engine_answers(
     pipeline: int = 1,
     group: int = 1,
     multiple: int = 1,
-    graphs: list[FunctionCapture] | None = None,
+    graphs: list[Any] | None = None,
+    device: str = "cpu",
     **choice: Any,
 ) -> list[Answer]:
     """The engine's answers; where there are ranks, all of them call it.
@@ -75,16 +77,17 @@ def engine_answers(
     Args:
         group: rows that continue one prompt may share it.
         multiple: tokens of a pass are filled up to a multiple of it.
-        graphs: gets what captured the decode passes; None launches each kernel.
+        graphs: gets what captured the decode passes, as its `captured`; None launches each kernel.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    launch = Launch(rank=ranks[0], world_size=ranks[1], device=torch.device("cpu"))
+    launch = Launch(rank=ranks[0], world_size=ranks[1], device=torch.device(device))
     log = Log(1)  # silent
     wanted = ModelChoice(path=Path(folder), tensor=tensor, pipeline=pipeline, **choice)
     opened = open_for_generation(wanted, launch, log)
-    capture = None
+    capture: Any = None
     if graphs is not None:
-        capture = FunctionCapture(lambda: lasting_tensors(stage))
+        on_cpu = launch.device.type == "cpu"
+        capture = FunctionCapture(lambda: lasting_tensors(stage)) if on_cpu else GpuCapture(launch.device)
         graphs.append(capture)
     stage = InferenceStage(
         opened.decoder,
@@ -102,6 +105,18 @@ def engine_answers(
     )
     requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]
     return Generator(stage, limits, Ids()).run(requests)
+
+
+class GpuCapture(CudaCapture):
+    """Graphs of a GPU, all of which it keeps."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.captured: list[Replayable] = []
+
+    def capture(self, function: Captured, pool: Any) -> Replayable:
+        self.captured.append(super().capture(function, pool))
+        return self.captured[-1]
 
 
 def lasting_tensors(stage: InferenceStage) -> list[Tensor]:

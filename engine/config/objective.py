@@ -37,7 +37,8 @@ class ObjectiveKind:
         answers: how many of these are answers that are judged.
         samples: whether completions of prompts are sampled, whose prefill has many of them in a row.
         synthetic: whether made-up tokens can stand in for its data.
-        beside: the work that each step has beside training, which is not planned; None where there is none.
+        predictor: predicts the memory and time of sampling, a `engine.planning.rank_layout.SamplesPredictor`; None
+            where nothing is sampled.
         sections: sections of the configuration that belong to this objective.
     """
 
@@ -50,7 +51,7 @@ class ObjectiveKind:
     answers: int = 0
     samples: bool = False
     synthetic: bool = False
-    beside: str | None = None
+    predictor: str | None = None
     sections: tuple[str, ...] = ()
 
 
@@ -83,7 +84,7 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
         data="engine.rollouts.run_data:read_prompt_data",
         rules="engine.rollouts.rules:check_rollouts",
         samples=True,
-        beside="samples completions beside training on them",
+        predictor="engine.rollouts.planned_rollouts:predict_rollout",
         sections=("rollout",),
     ),
 }

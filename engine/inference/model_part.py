@@ -151,7 +151,9 @@ class InferenceStage:
         if last.head is not None:
             self._chooser = chooser_of(last, sampling, slots=slots, device=device)
             self._loss_kernels = last.layout.kernels.loss
-        no_graphs = None if capture is None else self._obstacle(first)
+        self.graph_obstacle = self._obstacle(first)
+        """Why decode passes cannot be graphs, in one sentence; None where they can."""
+        no_graphs = None if capture is None else self.graph_obstacle
         self.notes = tuple(note for note in (self.cache.gathered, no_graphs) if note is not None)
         """What the passes do without and why, in a sentence each."""
         self._graphs: DecodeGraphs | None = None

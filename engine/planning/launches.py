@@ -43,6 +43,9 @@ _OVERWRITE = frozenset(("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_z
 _PICK_ROWS = frozenset(("embedding", "index", "index_select", "gather"))
 """Operations that read as much of their first tensor as they write."""
 
+_PUT_ROWS = {"index_copy_": 2, "index_add_": 3}
+"""Operations that touch as much of their first tensor as their last one has -> how often that many bytes are moved."""
+
 _READ_TWICE = frozenset(("fp8 quantize_matrix",))
 """Kernels that look at all of their input, for its largest number, before they read it again."""
 _READ_B = frozenset(("output_gradients",))
@@ -265,13 +268,18 @@ def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
             and callable(getattr(record, one.name))
         }
 
-    nested = {
+    nested: dict[str, Any] = {
         name: replace(record, **count(record, {}, kind))
         for name, kind in (("head_norms", "head norm "), ("row_codes", "codes of "), ("loss", "loss "))
         if (record := getattr(kernels, name)) is not None
     }
+    if kernels.paged_attention is not None:
+        attend = counter.op(kernels.paged_attention.attend, "paged attention", ops()["paged_attention"])
+        nested["paged_attention"] = replace(kernels.paged_attention, attend=attend)
+    if kernels.gumbel_argmax is not None:
+        nested["gumbel_argmax"] = counter.op(kernels.gumbel_argmax, "gumbel_argmax", ops()["gumbel_argmax"])
     flops = {name: op.flops for name, op in ops().items() if op.flops is not None}
-    counted = replace(kernels, **count(kernels, flops), **nested, attention=attention, counted=counter.op)
+    counted = replace(kernels, **(count(kernels, flops) | nested), attention=attention, counted=counter.op)
     return in_two_for_many_ranks(counted)
 
 
@@ -372,6 +380,9 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
     results = list(_tensors(out))
     if name in _PICK_ROWS:
         return Launch(name, 2 * _moved(results) + _moved(operands[1:]))
+    if name in _PUT_ROWS:
+        *_, index, source = operands
+        return Launch(name, _PUT_ROWS[name] * _moved((source,)) + _moved((index,)))
     if name in _OVERWRITE:
         half = len(operands) // 2 if name == "_foreach_copy_" else 1
         operands = operands[half:]

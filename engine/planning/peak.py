@@ -36,10 +36,11 @@ from engine.planning.ledger import (
     without,
 )
 from engine.planning.pipeline_parts import PipelinePlan, messages_held, pipeline_plan
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, SamplesPredictor, Workload
 from engine.planning.shapes import WIDE, Parameters, RegionKey
 from engine.planning.stage_bytes import StageBytes, stage_bytes
 from engine.planning.traces import RankModel, rank_model
+from engine.seams import resolve
 
 _BATCH_BYTES = 4 * 8 + 4
 """Bytes of a token: its id, label, position and dropout coordinate as int64, its loss weight as fp32."""
@@ -79,6 +80,7 @@ class PeakEstimate:
         load: peak while the model is built and read.
         save: peak while a checkpoint is written.
         host: bytes of host memory that is offloaded to, beside all this.
+        sampling: peak while completions are sampled, of an objective that samples what it trains on; 0 for others.
         pipeline_rank: the rank whose peak this is.
     """
 
@@ -88,6 +90,7 @@ class PeakEstimate:
     load: int
     save: int
     host: int = 0
+    sampling: int = 0
     pipeline_rank: int = 0
 
     @property
@@ -97,12 +100,13 @@ class PeakEstimate:
 
     @property
     def peak(self) -> int:
-        """Peak bytes over loading, steps and saving."""
-        return max(self.step, self.load, self.save)
+        """Peak bytes over loading, sampling, steps and saving."""
+        return max(self.step, self.load, self.save, self.sampling)
 
     def fullest(self) -> tuple[str, Parts]:
-        """Returns the phase of the overall peak, and its bytes by part; while loading and saving, the static ones."""
-        moments = {self.moment: self.step, "loading": self.load, "saving": self.save}
+        """Returns the phase of the overall peak, and its bytes by part; of a step's phases, and of others the static
+        ones."""
+        moments = {self.moment: self.step, "loading": self.load, "saving": self.save, "sampling": self.sampling}
         moment = max(moments, key=lambda name: moments[name])
         return moment, self.parts if moment == self.moment else self.static
 
@@ -167,8 +171,16 @@ class _Rank:
             load=self._load(static),
             save=total(static) + written * WIDE,
             host=self._host() + (self._peak_offloaded(stages) if traced else 0),
+            sampling=total(static) + self._sampling() if traced and self._workload.samples is not None else 0,
             pipeline_rank=self._rank,
         )
+
+    def _sampling(self) -> int:
+        """Counts the cache, and what passes take beside it."""
+        samples = self._workload.samples
+        assert samples is not None
+        predict: SamplesPredictor = resolve(samples.predictor)
+        return predict(self._workload, self._layout, None).peak
 
     def _units(self) -> Iterator[tuple[Parameters, ...]]:
         """Yields the parameters of this rank's layers and ends, in the order of forward."""

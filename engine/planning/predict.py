@@ -12,10 +12,18 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import backend_name
 from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
-from engine.planning.rank_layout import Layout, Routing, Workload
+from engine.planning.rank_layout import Layout, Routing, Samples, Workload
 
 
-def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *, device_type: str) -> Workload:
+def workload_of(
+    config: RunConfig,
+    decoder: DecoderConfig,
+    plan: TrainingPlan,
+    *,
+    device_type: str,
+    prompt: int | None = None,
+    completion: int | None = None,
+) -> Workload:
     """Returns what a configuration trains.
 
     Args:
@@ -23,16 +31,17 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         decoder: of its model.
         plan: its modules' adapters and trained weights; see engine.training.module_plan.
         device_type: "cuda" or "cpu".
+        prompt, completion: as of `samples_of`.
 
     Raises:
-        UserError: a backend that is not known.
+        UserError: a backend that is not known, or completions that do not fit a row.
     """
-    objective = config.objective
-    if objective.kind.beside is not None:
-        raise UserError(
-            f"objective.name is {objective.name}, which {objective.kind.beside}: memory and time are not predicted for "
-            "such runs."
-        )
+    objective, samples = config.objective, samples_of(config, prompt=prompt, completion=completion)
+    rows, row, document = config.train.global_batch_size, config.row_length, config.data.seq_length
+    if samples is not None and config.data.packing is True:
+        rows, document = -(-rows // max(1, row // samples.tokens)), samples.tokens
+    elif samples is not None:
+        row = document = samples.tokens
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")
@@ -41,10 +50,10 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         plan=plan,
         dtype=TORCH_DTYPES[config.model.dtype],
         micro_batch=config.train.micro_batch_size,
-        global_batch=config.train.global_batch_size,
-        seq_length=config.row_length,
+        global_batch=rows,
+        seq_length=row,
         tiles=usual_tiles(decoder, config.train.micro_batch_size),
-        longest_document=config.data.seq_length,
+        longest_document=document,
         answers=config.train.micro_batch_size * objective.kind.answers,
         refers_to_base=objective.compared_with == "base",
         balances=config.train.router_aux_loss_coef > 0,
@@ -56,7 +65,43 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         offload_weights=config.memory.offload_weights,
         offload_optimizer=config.memory.offload_optimizer,
         packed=config.data.fills_rows or objective.kind.group > 1,
+        samples=samples,
         graphed=config.memory.cuda_graph != "none",
+    )
+
+
+def samples_of(config: RunConfig, *, prompt: int | None = None, completion: int | None = None) -> Samples | None:
+    """Returns the completions that a configuration samples; None where it samples none.
+
+    Args:
+        config: of the run.
+        prompt, completion: tokens of each prompt and completion; None for the most that there may be.
+
+    Raises:
+        UserError: they do not fit a row, or the limit of completions.
+    """
+    objective, rollout = config.objective, config.rollout
+    if objective.kind.predictor is None:
+        return None
+    most, row = rollout.max_completion_length, config.data.seq_length
+    completion = most if completion is None else completion
+    prompt = row - completion if prompt is None else prompt
+    if completion > most or prompt + completion > row:
+        raise UserError(
+            f"prompts of {prompt} and completions of {completion} tokens were given, but data.seq_length is {row} and "
+            f"rollout.max_completion_length {most}: give fewer."
+        )
+    steps = rollout.steps_per_generation * objective.num_iterations
+    return Samples(
+        predictor=objective.kind.predictor,
+        options=rollout,
+        prompt=prompt,
+        completion=completion,
+        batch=config.train.global_batch_size * rollout.steps_per_generation,
+        steps=steps,
+        compared=steps > 1 or rollout.server is not None,
+        entropies=objective.report_entropy or objective.top_entropy_quantile < 1,
+        seed=config.train.seed,
     )
 
 

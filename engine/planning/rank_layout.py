@@ -1,15 +1,19 @@
-"""A layout of ranks, and the workload that is trained under it."""
+"""A layout of ranks, the workload that is trained under it, and the completions that it may sample first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from engine.config.parallel import ParallelOptions
+from engine.config.rollout import RolloutOptions
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
+
+if TYPE_CHECKING:
+    from engine.planning.machine import Machine
 
 Routing = Literal["balanced", "worst"]
 """How tokens choose among experts that are divided over ranks; see engine.planning.traced_batch.expert_rows."""
@@ -63,6 +67,81 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The completions that a step trains on, which are sampled first.
+
+    Args:
+        predictor: "module:NAME" of what predicts their memory and time, a `SamplesPredictor`.
+        options: how they are sampled.
+        prompt, completion: tokens of each prompt, and of each completion.
+        batch: completions that are sampled together, over all ranks.
+        steps: optimizer steps that are taken on them.
+        compared: whether their log-probabilities are computed once more before the first of these.
+        entropies: whether training computes the entropies of their tokens.
+        seed: of the sampling.
+    """
+
+    predictor: str
+    options: RolloutOptions
+    prompt: int
+    completion: int
+    batch: int
+    steps: int = 1
+    compared: bool = False
+    entropies: bool = False
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a prompt with its completion."""
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesCost:
+    """What sampling a batch of completions takes on one rank.
+
+    Args:
+        cache: bytes of the key/value cache.
+        peak: bytes while completions are sampled, beside what is always there.
+        prefill, decode: seconds of the prompts, and of the completions' tokens.
+        passes: that decode, each of a token for every slot.
+        pass_seconds: of one of them.
+        launches: of one of them.
+        graphed: whether these are replayed as CUDA graphs.
+        host_limits: whether launching takes longer than computing.
+    """
+
+    cache: int
+    peak: int
+    prefill: float
+    decode: float
+    passes: int
+    pass_seconds: float
+    launches: int
+    graphed: bool
+    host_limits: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode
+
+
+class SamplesPredictor(Protocol):
+    """Predicts what sampling takes on a rank; `Samples.predictor` names one."""
+
+    def __call__(self, workload: Workload, layout: Layout, machine: Machine | None) -> SamplesCost:
+        """Returns the cost.
+
+        Args:
+            workload: with its samples.
+            layout: of the ranks.
+            machine: whose speeds count; None where only memory is asked for.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """The parts of a run that do not depend on the layout.
 
@@ -89,6 +168,7 @@ class Workload:
         routing: how tokens choose among experts that are divided over ranks.
         packed: whether rows may hold several documents even where one fills a row, which chooses the kernel of
             attention.
+        samples: of an objective that samples what it trains on; None where data are given.
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
     """
 
@@ -113,6 +193,7 @@ class Workload:
     offload_optimizer: bool = False
     routing: Routing = "balanced"
     packed: bool = False
+    samples: Samples | None = None
     graphed: bool = False
 
     @property
@@ -126,5 +207,17 @@ class Workload:
         return self.packed or self.document_length < self.seq_length
 
     def num_microbatches(self, layout: Layout) -> int:
-        """Micro-batches of each rank in a step."""
-        return self.global_batch // (self.micro_batch * layout.data)
+        """Micro-batches of each rank in a step; the last may be filled up where completions were packed."""
+        return -(-self.global_batch // (self.micro_batch * layout.data))
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a step trains on, over all ranks."""
+        if self.samples is None:
+            return self.global_batch * self.seq_length
+        return self.samples.batch * self.samples.tokens * self.iterations // self.samples.steps
+
+    @property
+    def iterations(self) -> int:
+        """Passes over each batch of completions."""
+        return 1 if self.samples is None else self.samples.steps // self.samples.options.steps_per_generation

@@ -29,9 +29,10 @@ from engine.planning.ledger import total
 from engine.planning.machine import Machine, bounds, check_encoding
 from engine.planning.peak import STATE_SHARDING
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, SamplesCost, SamplesPredictor, Workload
 from engine.planning.shapes import WIDE, LayerShape, ModelShape, Parameters
 from engine.planning.traces import RankModel, rank_model
+from engine.seams import resolve
 from engine.zigzag import ContextLayout, make_plan
 
 _RECOMPUTED: dict[Level, tuple[str, ...]] = {"attention": ("attention",), "full": ("attention", "mlp")}
@@ -98,6 +99,8 @@ class StepTime:
         tokens_per_second: over all ranks.
         host: of launching what a rank computes, on the rank where it takes longest.
         waits: how many times as long a micro-batch takes there as the device alone would.
+        sampling: seconds of a step's share of sampling what it trains on.
+        samples: of a batch of completions; None where nothing is sampled.
     """
 
     step: float
@@ -111,6 +114,8 @@ class StepTime:
     tokens_per_second: float
     host: float = 0.0
     waits: float = 1.0
+    sampling: float = 0.0
+    samples: SamplesCost | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +321,7 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
+    samples = _samples(workload, layout, machine)
     machine = machine.graphed() if workload.graphed else machine
     model = rank_model(workload, layout.parallel)
     shape, microbatches = model.shape, workload.num_microbatches(layout)
@@ -328,11 +334,15 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     update = _update(workload, layout, machine, shape)
     step = simulation.makespan + exposed + update
     counts_first = workload.balances and (microbatches > 1 or plan.schedule.num_ranks > 1)
-    if passes := int(workload.refers_to_base) + int(counts_first):
+    compared = 0.0 if workload.samples is None or not workload.samples.compared else 1 / workload.iterations
+    if passes := int(workload.refers_to_base) + int(counts_first) + compared:
         stages = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
         step += passes * (microbatches * max(stages) + sum(stages) - max(stages))
+    sampling = 0.0
+    if workload.samples is not None and samples is not None:
+        sampling = samples.seconds / workload.samples.steps
     return StepTime(
-        step=step,
+        step=step + sampling,
         pipeline=simulation.makespan,
         bubble=simulation.bubble,
         links=busiest.links * microbatches,
@@ -340,10 +350,20 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
         reduction=reduction,
         exposed_reduction=exposed,
         update=update,
-        tokens_per_second=workload.global_batch * workload.seq_length / step,
+        tokens_per_second=workload.step_tokens / (step + sampling),
         host=max(one.host for one in ranks) * microbatches,
         waits=max(one.waits for one in ranks),
+        sampling=sampling,
+        samples=samples,
     )
+
+
+def _samples(workload: Workload, layout: Layout, machine: Machine) -> SamplesCost | None:
+    """Returns what sampling a batch of completions takes; None where nothing is sampled."""
+    if workload.samples is None:
+        return None
+    predict: SamplesPredictor = resolve(workload.samples.predictor)
+    return predict(workload, layout, machine)
 
 
 def _costs(

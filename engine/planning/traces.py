@@ -277,17 +277,21 @@ class RankModel:
         Args:
             needs, saved, defers: as of a layer.
         """
-        answers = self._workload.answers
+        answers, samples = self._workload.answers, self._workload.samples
+        options: dict[str, Any] = {}
+        if samples is not None:
+            options = {"temperature": samples.options.temperature, "entropies": samples.entropies and saved}
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
-            losses = model.token_losses(x, batch, context) * batch.loss_weights_BS.flatten()
+            figures = model.token_figures(x, batch, context, **options)
+            losses = figures.losses_T * batch.loss_weights_BS.flatten()
             if answers:
                 numbers = torch.arange(answers, device=META)
                 losses = torch.where(batch.tokens_BS.flatten() == numbers[:, None], losses, 0.0)
             return losses.sum()
 
-        options = {"needs": needs, "saved": saved, "defers": defers, "has_logits": True}
-        return self._once(("the head", needs, saved, defers), self._ends_part, body, **options)
+        traced = {"needs": needs, "saved": saved, "defers": defers, "has_logits": True}
+        return self._once(("the head", needs, saved, defers), self._ends_part, body, **traced)
 
     def tables(self) -> Trace:
         """Traces the rotary tables of a micro-batch, which all layers share."""
@@ -323,7 +327,7 @@ class _Tracer:
         self._exchanged: list[int] = []
         """Bytes of each exchange of rows for experts since the last look."""
         self._counter = LaunchCounter(packed=workload.packs_documents)
-        self._layout = _counted(_layout(workload, parallel, self._on_receive), self._counter)
+        self._layout = counted_layout(shape_layout(workload, parallel, self._on_receive), self._counter)
         self._batch = partial(traced_batch.batch, workload, parallel.context)
         with self._recording:
             self._model = self._build()
@@ -465,7 +469,7 @@ def _logit_widths(model: Decoder) -> frozenset[int]:
     return frozenset((model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0))
 
 
-def _layout(
+def shape_layout(
     workload: Workload, parallel: ParallelOptions, on_receive: Callable[[str, Tensor], None] | None = None
 ) -> TensorLayout:
     """Returns the build context of a rank; `on_receive` is called with the axis and what its other ranks would
@@ -503,7 +507,8 @@ def _layout(
     )
 
 
-def _counted(layout: TensorLayout, counter: LaunchCounter) -> TensorLayout:
+def counted_layout(layout: TensorLayout, counter: LaunchCounter) -> TensorLayout:
+    """Returns a build context whose kernels are counted."""
     kernels, base, blocks = layout.kernels, layout.base, layout.attention_blocks
     return replace(
         layout,
@@ -539,7 +544,7 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
 
 @lru_cache(maxsize=256)
 def _rank_shape(workload: Workload, parallel: ParallelOptions) -> ModelShape:
-    layout = _layout(workload, parallel)
+    layout = shape_layout(workload, parallel)
     return model_shape(workload.decoder, workload.plan, layout, workload.device_type, workload.dtype)
 
 

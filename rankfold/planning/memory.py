@@ -27,7 +27,7 @@ STANDS_FOR = {
     "train.global_batch_size": "--global-batch", "lora.rank": "--rank", "lora.dropout": "--dropout",
     "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
     "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
-    "memory.cuda_graph": "--cuda-graph",
+    "memory.cuda_graph": "--cuda-graph", "rollout.slots": "--slots", "rollout.num_generations": "--num-generations",
 }  # fmt: skip
 """Option of a run -> the flag; see `engine.config.command_line`."""
 RESERVE = 10.0
@@ -134,6 +134,24 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         default="language_modeling",
         metavar="NAME",
         help="loss, as objective.name (default language_modeling)",
+    )
+    work.add_argument(
+        "--prompt-length",
+        type=read_length,
+        metavar="TOKENS",
+        help="length of the prompts of grpo, also with --config (default: what completions leave of a row)",
+    )
+    work.add_argument(
+        "--completion-length",
+        type=read_length,
+        metavar="TOKENS",
+        help="length of its completions, also with --config (default 512, or rollout.max_completion_length)",
+    )
+    work.add_argument(
+        "--slots", type=int, default=32, metavar="N", help="completions that grpo samples at a time (default 32)"
+    )
+    work.add_argument(
+        "--num-generations", type=int, default=8, metavar="N", help="completions of each of its prompts (default 8)"
     )
     work.add_argument(
         "--beside",

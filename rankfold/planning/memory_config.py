@@ -100,7 +100,8 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
     on_cpu = arguments.machine == "cpu" or (arguments.measure and not torch.cuda.is_available())
     device_type = "cpu" if on_cpu else "cuda"
     machine = machine_of("cpu" if on_cpu else arguments.machine, arguments.gpu_memory, arguments.speeds)
-    workload = replace(_workload(config, device_type), beside=int(arguments.beside))
+    lengths = {"prompt": arguments.prompt_length, "completion": arguments.completion_length}
+    workload = replace(_workload(config, device_type, **lengths), beside=int(arguments.beside))
     tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * arguments.tiles)
     workload = replace(workload, tiles=tiles)
     memory = memory_plan_of(config)
@@ -110,11 +111,12 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
     return found, machine
 
 
-def _workload(config: RunConfig, device_type: str) -> Workload:
+def _workload(config: RunConfig, device_type: str, **lengths: int | None) -> Workload:
     hf_config, _ = read_config(config.model.path)
     family, text = family_of(hf_config, config.model.implementation)
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
-    return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type=device_type)
+    plan = training_plan(config, decoder, family.names)
+    return workload_of(config, decoder, plan, device_type=device_type, **lengths)
 
 
 def _measured(config: RunConfig, candidate: Candidate) -> str:

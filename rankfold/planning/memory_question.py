@@ -21,6 +21,7 @@ from engine.config.matching import BLOCK_LINEARS
 from engine.config.memory import CudaGraph, MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
+from engine.config.rollout import RolloutOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
@@ -129,6 +130,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
         beside=int(arguments.beside),
         tiles_per_row=arguments.tiles,
         document_length=arguments.document_length,
+        prompt_length=arguments.prompt_length,
     )
 
 
@@ -178,6 +180,7 @@ def answer_for(
     beside: int = 0,
     tiles_per_row: int = 1,
     document_length: int | None = None,
+    prompt_length: int | None = None,
 ) -> Answer:
     """Searches all layouts of `devices`.
 
@@ -193,6 +196,7 @@ def answer_for(
         beside: frozen parameters of other parts than the decoder.
         tiles_per_row: tiles of images in a row, for a model with vision.
         document_length: tokens of the documents of a row; None for the objective's own.
+        prompt_length: tokens of a prompt, of an objective that samples; None for what completions leave of a row.
 
     Raises:
         UserError: the model or a name in the configuration is not known.
@@ -201,7 +205,8 @@ def answer_for(
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
     chosen = machine_of(machine, gpu_memory, speeds)
-    workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
+    device_type = "cpu" if machine == "cpu" else "cuda"
+    workload = workload_of(config, decoder, plan, device_type=device_type, prompt=prompt_length)
     longest = workload.longest_document if document_length is None else document_length
     tiles = usual_tiles(decoder, config.train.micro_batch_size * tiles_per_row)
     workload = replace(workload, beside=beside, longest_document=longest, tiles=tiles)
@@ -274,6 +279,15 @@ def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...]
     if rows is None:
         rows = max(8, arguments.gpus) * arguments.micro_batch
     graph: CudaGraph = arguments.cuda_graph
+    objective, rollout = ObjectiveOptions(name=arguments.objective), RolloutOptions()
+    if objective.kind.samples:
+        longest = arguments.completion_length or rollout.max_completion_length
+        rollout = RolloutOptions(
+            rewards=("exact_match",),
+            slots=arguments.slots,
+            num_generations=arguments.num_generations,
+            max_completion_length=longest,
+        )
     trainable, rank = _names(arguments.trainable), arguments.rank
     if rank is None:
         rank = 0 if "*" in trainable else 16  # where everything trains, nothing is left for adapters
@@ -281,7 +295,8 @@ def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...]
         model=ModelOptions(
             path=path, dtype=arguments.dtype, base_dtype=arguments.base_dtype, kernels=arguments.kernels
         ),
-        objective=ObjectiveOptions(name=arguments.objective),
+        objective=objective,
+        rollout=rollout,
         trainable=trainable,
         lora=LoraOptions(
             rank=rank,

@@ -118,6 +118,8 @@ def time_lines(candidate: Candidate, machine: Machine, devices: int) -> list[str
             f"speed: {share} of the data sheet's {machine.sheet:,.0f} TFLOP/s in 16 bits, counting the model's own "
             "arithmetic"
         )
+    if (samples := candidate.workload.samples) is not None:
+        lines += time_report.sampling(found, samples, devices)
     return [one for one in (*lines, time_report.assumed(machine), time_report.host(found.likely)) if one]
 
 
@@ -190,6 +192,8 @@ def part_table(candidate: Candidate) -> str:
     rows.append(("the peak is in", *(one.moment for one in shown)))
     rows.append(("while loading", *(f"{one.load / GIB:.2f}" for one in shown)))
     rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
+    if any(one.sampling for one in shown):
+        rows.append(("while sampling", *(f"{one.sampling / GIB:.2f}" for one in shown)))
     if candidate.layout.parallel.expert > 1:
         worst = candidate.worst()
         rows.append((WORST, *(f"{worst[one.pipeline_rank].peak / GIB:.2f}" for one in shown)))
@@ -289,8 +293,12 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
     for name in ("path", "base_dtype"):
         if sections["model"][name] is None:
             del sections["model"][name]
-    if config.objective.kind.answers:
+    if config.objective.kind.answers or config.objective.kind.samples:
         sections["objective"] = {"name": config.objective.name}
+    if config.objective.kind.samples:
+        names = ("rewards", "num_generations", "max_completion_length", "slots")
+        sections["rollout"] = {name: getattr(config.rollout, name) for name in names}
+        sections["rollout"]["rewards"] = list(config.rollout.rewards)
     return yaml.safe_dump(sections, sort_keys=False).rstrip()
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from engine.planning.machine import Machine, bounds
+from engine.planning.rank_layout import Samples
 from engine.planning.search import Candidate
 from engine.planning.step_time import StepRange, StepTime, predict_range
+from engine.telemetry.format import counted
 
 
 def range_of(candidate: Candidate, machine: Machine) -> StepRange:
@@ -74,7 +79,30 @@ def host(time: StepTime) -> str:
     return f"host: {time.host:.2g} s of launching, hidden behind computing"
 
 
-def record(found: StepRange, devices: int) -> dict[str, dict[str, float]]:
+def sampling(found: StepRange, samples: Samples, devices: int) -> list[str]:
+    """Returns the lines on sampling the completions that a step trains on."""
+    costs = [one.samples for one in (found.likely, found.fast, found.slow)]
+    likely, fast, slow = (cost for cost in costs if cost is not None)
+    if not likely.passes:
+        return ["rollout: sampled by rollout.server, whose time is not predicted; the step is that of training alone"]
+    rates = (rounded(samples.batch * samples.completion / devices / one.seconds) for one in (likely, slow, fast))
+    times = (f"{one.seconds:#.3g}".rstrip(".") for one in (likely, fast, slow))
+    shortest, *others = times
+    likely_rate, low, high = rates
+    how = "replayed as graphs" if likely.graphed else "launched one by one"
+    waits = ", for which the GPU waits" if likely.host_limits else ""
+    training = found.likely.step - found.likely.sampling
+    return [
+        f"rollout: {counted(samples.batch, 'completion')} of {counted(samples.completion, 'token')} in "
+        f"{shortest} s{_interval(shortest, *others)}, {likely_rate}{_interval(likely_rate, low, high)} tokens/s per "
+        f"GPU; {likely.prefill:.2g} s of prompts, then {counted(likely.passes, 'pass')} of "
+        f"{1e3 * likely.pass_seconds:.3g} ms with {likely.launches:,} kernels each, {how}{waits}",
+        f"of a step {found.likely.sampling:.3g} s are rollouts and {training:.3g} s training, rewards not counted; "
+        f"{likely.cache / 2**30:.2f} GiB of keys and values for {counted(samples.options.slots, 'slot')}",
+    ]
+
+
+def record(found: StepRange, devices: int) -> dict[str, dict[str, Any]]:
     """Returns the figures of a range for JSON, by the speeds that they are predicted with."""
     return {
         name: {
@@ -86,6 +114,8 @@ def record(found: StepRange, devices: int) -> dict[str, dict[str, float]]:
             "update_seconds": one.update,
             "host_seconds": one.host,
             "host_limits_by": one.waits,
+            "sampling_seconds": one.sampling,
+            **({} if one.samples is None else {"rollout": asdict(one.samples)}),
         }
         for name, one in (("slow", found.slow), ("likely", found.likely), ("fast", found.fast))
     }

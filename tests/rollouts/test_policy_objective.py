@@ -25,14 +25,11 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.linear_cross_entropy import LossKernels, Statistics, combine_statistics, linear_cross_entropy
-from engine.layers.context import TrainingPlan
-from engine.models.decoder_config import DecoderConfig
 from engine.models.ropes import Rope
 from engine.objectives.build import build_objective
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.kernels import REFERENCE
-from engine.planning.predict import workload_of
 from engine.rollouts.objective.advantages import advantages
 from engine.rollouts.objective.policy import PolicyGradient
 from engine.rollouts.objective.quantile import quantile
@@ -255,14 +252,6 @@ def test_runs_that_clash_are_refused(beta: float, sections: dict[str, Any], word
     with pytest.raises(UserError) as caught:
         check_config(config)
     assert words in str(caught.value)
-
-
-def test_nothing_is_predicted_of_what_samples() -> None:
-    config = RunConfig(model=ModelOptions(path="x"), objective=ObjectiveOptions(name="grpo"))
-    decoder, plan = DecoderConfig(**SMALL), TrainingPlan()
-    with pytest.raises(UserError, match="objective.name is grpo"):
-        workload_of(config, decoder, plan, device_type="cpu")
-    assert workload_of(RunConfig(model=ModelOptions(path="x")), decoder, plan, device_type="cpu").answers == 0
 
 
 def test_a_beta_that_was_the_default_is_no_change() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.native import attention, generation
 from engine.kernels.records import Documents
 from engine.ops.attention.packed import attention_by_document
-from engine.ops.kernels.op import Op, like, wide
+from engine.ops.kernels.op import Cost, Op, like, wide
 
 
 class Attention(Protocol):
@@ -100,10 +100,38 @@ class PagedAttention:
     lacks: Callable[[int, bool, bool], str | None]
 
 
+def _pages_shape(q_NHD: Tensor, *_: object, **__: object) -> Tensor:
+    return like(q_NHD)
+
+
+def _pages_cost(
+    q_NHD: Tensor,
+    keys_SKD: Tensor,
+    values_SKD: Tensor,
+    table_NP: Tensor,
+    counts_N: Tensor,
+    *,
+    page: int,
+    **_: object,
+) -> Cost:
+    """Counts all pages of the table, and two kernels: parts of each row's keys, and their sum."""
+    keys = table_NP.numel() * page
+    read = keys * (keys_SKD[0].nbytes + values_SKD[0].nbytes)
+    return Cost(2, read + 2 * q_NHD.nbytes, 4.0 * keys * q_NHD[0].numel())
+
+
+def _pages_lacks(head_dim: int, capped: bool, sinks: bool) -> str | None:
+    """See `engine.kernels.triton.ops.paged_attention_lacks`, which imports Triton."""
+    return None if head_dim <= 256 else f"heads of {head_dim} features"
+
+
 PAGED_ATTENTION = Op(
     native=PagedAttention(attend=generation.paged_attention, lacks=generation.paged_attention_lacks),
     triton=PagedAttention(
         attend="engine.kernels.triton.paged_attention:paged_attention",  # type: ignore[arg-type]  # resolved late
         lacks="engine.kernels.triton.ops:paged_attention_lacks",  # type: ignore[arg-type]
     ),
+    shape=PagedAttention(attend=_pages_shape, lacks=generation.paged_attention_lacks),
+    triton_shape=PagedAttention(attend=_pages_shape, lacks=_pages_lacks),
+    triton_cost=_pages_cost,
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.kernels.native import generation
-from engine.ops.kernels.op import Op
+from engine.ops.kernels.op import Cost, Op
 
 
 class GumbelArgmax(Protocol):
@@ -22,4 +23,14 @@ class GumbelArgmax(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-GUMBEL_ARGMAX = Op(native=generation.gumbel_argmax, triton="engine.kernels.triton.sampling:gumbel_argmax")
+def _argmax_shape(scores_NV: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    rows = scores_NV.shape[:1]
+    return scores_NV.new_empty(rows, dtype=torch.float64), scores_NV.new_empty(rows, dtype=torch.int64)
+
+
+GUMBEL_ARGMAX = Op(
+    native=generation.gumbel_argmax,
+    triton="engine.kernels.triton.sampling:gumbel_argmax",
+    shape=_argmax_shape,
+    triton_cost=lambda scores_NV, *_, **__: Cost(2, scores_NV.nbytes),
+)

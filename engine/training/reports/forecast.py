@@ -55,6 +55,8 @@ class MemoryForecast(Observer):
         missing = [("the memory of graphs", config.memory.cuda_graph != "none")]
         missing.append(("what images take", decoder.sees_images and not decoder.fronts))  # transformers' modules
         self._missing = [what for what, is_missing in missing if is_missing]
+        self._is_bound = config.objective.kind.samples
+        """Whether the prediction is of the longest completions, of which a run may have sampled none."""
         self._spoken = False
         self._reason = ""
         self.estimate: PeakEstimate | None = None
@@ -110,6 +112,7 @@ class MemoryForecast(Observer):
             return None
         predicted = self.estimate.peak
         over, under = measured > predicted * (1 + TOLERANCE), last and measured < predicted * (1 - TOLERANCE)
+        under = under and not self._is_bound
         if not over and not under:
             return None
         self._spoken = True

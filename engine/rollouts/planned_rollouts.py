@@ -1,0 +1,258 @@
+"""Predicts the memory and time of a rollout by the model that trains: cache, prompts, and the passes that decode.
+
+The engine's own generation (`engine.inference.model_part`) runs on the meta device, as the pieces of a step do: a pass
+of prompts and one of a token for every slot, halfway through the completions, while launches and storages are recorded.
+So nothing here knows how a cache is laid out or what a pass launches. Prompts and completions all have the same length;
+rows that end early give their slots to others, so that all passes but the last have a row in every slot.
+
+What is computed on all pipeline ranks counts as if they ran in turn, which they do. Not counted: reward functions, and
+the private memory of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+
+import torch
+
+from engine.config.parallel import ParallelOptions
+from engine.distributed.mesh import Axis
+from engine.inference.model_part import InferenceStage
+from engine.inference.options import Sampling
+from engine.inference.pages import PAGE
+from engine.inference.prompt_coordinates import text_coordinates
+from engine.models.decoder import Part, build_decoder
+from engine.planning.launch_times import launch_seconds
+from engine.planning.launches import Launch, LaunchCounter, TorchAttention
+from engine.planning.ledger import total
+from engine.planning.machine import Machine
+from engine.planning.pipeline_parts import pipeline_plan
+from engine.planning.rank_layout import Layout, Samples, SamplesCost, Workload
+from engine.planning.recording import Recording
+from engine.planning.traced_batch import META
+from engine.planning.traces import counted_layout, rank_model, shape_layout
+
+PREFILL_TOKENS = 4096
+"""Of prompts in a pass; see `engine.rollouts.trained_sampler`."""
+
+
+LATENCY = 12e-6
+"""Seconds of a small collective between GPUs of a node; an estimate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Traced:
+    """The passes of one rank with all layers.
+
+    Args:
+        cache, peak: bytes of the cache, and at the peak of both passes with it.
+        prompts: in the pass of prompts.
+        prefill, decode: launches of the passes.
+        graphs: whether decode passes can be graphs.
+    """
+
+    cache: int
+    peak: int
+    prompts: int
+    prefill: tuple[Launch, ...]
+    decode: tuple[Launch, ...]
+    graphs: bool
+
+
+def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None) -> SamplesCost:
+    """Predicts a rollout; see `engine.planning.rank_layout.SamplesPredictor`. Of a server that samples elsewhere, all
+    is 0."""
+    samples = workload.samples
+    assert samples is not None
+    if samples.options.server is not None:
+        return SamplesCost(
+            cache=0, peak=0, prefill=0.0, decode=0.0, passes=0, pass_seconds=0.0, launches=0, graphed=False,
+            host_limits=False,
+        )  # fmt: skip
+    parallel = layout.parallel
+    traced = _trace(replace(workload, global_batch=0, beside=0, graphed=False), _whole(parallel))
+    cache = _largest_cache(workload, layout)
+    rows = -(-samples.batch // layout.data_and_context)
+    slots, group = samples.options.slots, samples.options.num_generations
+    prompts = -(-rows // group)
+    passes = max(0, -(-rows * (samples.completion - 1) // slots))
+    graphed = traced.graphs and samples.options.cuda_graph == "auto" and workload.device_type == "cuda"
+    graphed = graphed and parallel.pipeline == 1 and parallel.expert == 1 and parallel.shard != "parameters"
+    prefill = decode = each = 0.0
+    host_limits = False
+    if machine is not None:
+        ahead, host = _seconds(traced.prefill, machine)
+        links = _links(workload, layout, machine, PREFILL_TOKENS)
+        prefill = -(-prompts // traced.prompts) * max(ahead + links, host)
+        device, host = _seconds(traced.decode, machine.graphed() if graphed else machine)
+        device += _links(workload, layout, machine, slots)
+        each, host_limits = max(device, host), host > device
+        decode = passes * each
+    return SamplesCost(
+        cache=cache,
+        peak=traced.peak - traced.cache + cache,
+        prefill=prefill,
+        decode=decode,
+        passes=passes,
+        pass_seconds=each,
+        launches=sum(one.count for one in traced.decode),
+        graphed=graphed,
+        host_limits=host_limits,
+    )
+
+
+def _seconds(launches: Iterable[Launch], machine: Machine) -> tuple[float, float]:
+    """Returns the seconds of the device, and of the host that launches."""
+    found = list(launches)
+    host = machine.host_launch * sum(one.count for one in found)
+    return sum(launch_seconds(one, machine) for one in found), host
+
+
+def _links(workload: Workload, layout: Layout, machine: Machine, tokens: int) -> float:
+    """Returns the seconds of a pass's collectives: two sums over tensor ranks in each layer, and the gathers of sharded
+    weights, which nothing hides where a pass is short."""
+    parallel, decoder, item = layout.parallel, workload.decoder, int(workload.dtype.itemsize)
+    seconds = 0.0
+    if (ranks := parallel.tensor) > 1:
+        moved = 2 * (ranks - 1) / ranks * tokens * decoder.hidden * item
+        seconds += 2 * decoder.num_layers * (moved / (machine.wire(ranks) * 1e9) + LATENCY)
+    if parallel.shard == "parameters":
+        shape = rank_model(workload, parallel).shape
+        for one in chain.from_iterable(shape.layer_parameters):
+            ranks = layout.copies.get(one.data, 1)
+            gathered = one.gathered_bytes(item, ranks) * (ranks - 1) / ranks
+            seconds += gathered / (machine.wire(layout.world_size) * 1e9) + (LATENCY if ranks > 1 else 0.0)
+    return seconds
+
+
+def _whole(parallel: ParallelOptions) -> ParallelOptions:
+    """Returns the part of a layout that decides what a rank with all layers computes."""
+    return ParallelOptions(
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        lora_reduce=parallel.lora_reduce,
+    )
+
+
+def _largest_cache(workload: Workload, layout: Layout) -> int:
+    """Returns the bytes of the cache on the pipeline rank where it is largest."""
+    traced = _trace(replace(workload, global_batch=0, beside=0, graphed=False), _whole(layout.parallel))
+    if layout.parallel.pipeline == 1:
+        return traced.cache
+    model = rank_model(workload, layout.parallel)
+    plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
+    shares = [
+        sum(stage.last - stage.first for stage in plan.stages(rank).values())
+        for rank in range(layout.parallel.pipeline)
+    ]
+    return -(-traced.cache * max(shares) // workload.decoder.num_layers)
+
+
+@lru_cache(maxsize=64)
+def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
+    """Runs a pass of prompts and a pass that decodes on the meta device."""
+    samples = workload.samples
+    assert samples is not None
+    options = samples.options
+    recording, counter = Recording(), LaunchCounter(packed=True)
+    layout = counted_layout(shape_layout(workload, parallel, lambda axis, tensor: None), counter)
+    decoder = workload.decoder
+    with recording:
+        model = build_decoder(
+            decoder,
+            layout=layout,
+            plan=workload.plan,
+            device=META,
+            dtype=workload.dtype,
+            part=Part(first=0, last=decoder.num_layers),
+        )
+        model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
+        if layout.base is not None:
+            layout.base.scratch.take((0,), torch.uint8, META)
+    with recording, counter, TorchAttention(counter), torch.no_grad():
+        before, begin = recording.alive(), len(recording.events)
+        stage = InferenceStage(
+            model,
+            tp=layout.tp,
+            pp=Axis("pp"),
+            sampling=_sampling(samples),
+            slots=options.slots,
+            length=samples.prompt + options.max_completion_length,
+            new=options.max_completion_length,
+            group=options.num_generations,
+            device=META,
+            with_logps=True,
+            tokens_multiple=options.slots,
+        )
+        counter.launches.clear()
+        prompts = _prompts_at_once(samples)
+        _prefill(stage, samples, prompts)
+        prefill = tuple(counter.launches)
+        decode: tuple[Launch, ...] = ()
+        if samples.completion > 1:
+            place = _half_way(stage, samples)
+            counter.launches.clear()
+            stage.decode([place] * options.slots, [place] * options.slots, range(options.slots))
+            decode = tuple(counter.launches)
+        cache = stage.cache.num_bytes
+        peak = total(recording.peak(begin, before))
+        return _Traced(
+            cache=cache,
+            peak=peak,
+            prompts=prompts,
+            prefill=prefill,
+            decode=decode,
+            graphs=stage.graph_obstacle is None,
+        )
+
+
+def _sampling(samples: Samples) -> Sampling:
+    options = samples.options
+    return Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=samples.seed % 2**32,
+    )
+
+
+def _prompts_at_once(samples: Samples) -> int:
+    """Returns the prompts of one pass: as many as have room in its tokens, and slots for their completions."""
+    by_slots = max(1, samples.options.slots // samples.options.num_generations)
+    return min(by_slots, max(1, PREFILL_TOKENS // samples.prompt))
+
+
+def _half_way(stage: InferenceStage, samples: Samples) -> int:
+    """Gives every slot a row, and all rows the pages of half of a completion; returns the place of their newest token.
+
+    Args:
+        stage: that has run a pass of prompts.
+    """
+    slots, group = samples.options.slots, samples.options.num_generations
+    prompts = _prompts_at_once(samples)
+    for first in range(prompts * min(slots // prompts, group), slots, group):
+        own = range(first, min(first + group, slots))
+        stage.cache.begin(own, samples.prompt, samples.options.max_completion_length, waits=False)
+    last = samples.prompt + samples.completion // 2
+    places = [samples.prompt, *range(samples.prompt // PAGE * PAGE + PAGE, last, PAGE)]
+    for place in places:
+        stage.cache.write([place] * slots)
+    return last
+
+
+def _prefill(stage: InferenceStage, samples: Samples, prompts: int) -> None:
+    """Runs the prompts, and gives every slot a row, as `engine.inference.generate` would."""
+    slots, new = samples.options.slots, samples.options.max_completion_length
+    each = min(slots // prompts, samples.options.num_generations)
+    rows = [range(first * each, (first + 1) * each) for first in range(prompts)]
+    for own in rows:
+        stage.cache.begin(own, samples.prompt, new, waits=False)
+    ids = [range(samples.prompt)] * prompts
+    stage.prefill(ids, text_coordinates([samples.prompt] * prompts), 0, rows)

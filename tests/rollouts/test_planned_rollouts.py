@@ -1,0 +1,202 @@
+"""What the planner says of sampling: the cache against that of a real sampler, passes against those that run, and times
+by hand."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config.data import DataOptions
+from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.objective import ObjectiveOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rollout import RolloutOptions
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
+from engine.errors import UserError
+from engine.layers.recompute import MemoryPlan
+from engine.models.families import family_of
+from engine.planning.launches import LaunchCounter
+from engine.planning.machine import MACHINES, Machine
+from engine.planning.peak import predict_layout
+from engine.planning.predict import workload_of
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.step_time import predict_range, predict_time
+from engine.rollouts import planned_rollouts
+from engine.rollouts.planned_rollouts import predict_rollout
+from engine.rollouts.trained_sampler import TrainedSampler
+from engine.training.module_plan import training_plan
+from engine.training.prepared_run import PreparedRun
+from rankfold.planning.memory_examples import LLAMA_3_8B
+from rankfold.planning.memory_measure import LiveStorages
+from tests.support.rollout_runs import prepared, rollout_settings
+
+H100 = MACHINES["h100-80"]
+PROMPT = 8
+ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": "attention forward"}
+"""torch's name of it on a CPU -> the planner's."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with ExitStack() as opened:
+        settings = rollout_settings(tmp_path_factory.mktemp("run"), lora__rank=3, model__kernels="reference")
+        yield prepared(settings, opened)
+
+
+def planned(run: PreparedRun, **rollout: Any) -> tuple[RunConfig, Workload]:
+    """The run's configuration and workload, with other options of rollouts."""
+    config = replace(run.config, rollout=replace(run.config.rollout, **rollout))
+    training = run.training
+    workload = workload_of(
+        config, training.source.model.decoder, training.plan.modules, device_type="cpu", prompt=PROMPT
+    )
+    return config, workload
+
+
+@pytest.mark.parametrize("rollout", [{}, {"slots": 3}, {"slots": 16, "max_completion_length": 20}], ids=str)
+def test_the_cache_is_that_of_a_run(run: PreparedRun, rollout: dict[str, Any]) -> None:
+    """To the byte, whether a group has slots for all of its members or waits for them."""
+    config, workload = planned(run, **rollout)
+    sampler = TrainedSampler(config, run.training, ends=frozenset((0,)), longest_prompt=PROMPT, say=print)
+    cache = sampler._generator().stage.cache
+    assert predict_rollout(workload, Layout(), None).cache == cache.num_bytes > 0
+
+
+def test_a_pass_is_that_of_a_run(run: PreparedRun) -> None:
+    """Its operations, in their order, and the most memory of a pass of prompts and one that decodes, within a
+    hundredth."""
+    config, workload = planned(run)
+    sampler = TrainedSampler(config, run.training, ends=frozenset((0,)), longest_prompt=PROMPT, say=print)
+    samples = workload.samples
+    assert samples is not None
+    traced = planned_rollouts._trace(replace(workload, global_batch=0), ParallelOptions())
+    slots = config.rollout.slots
+
+    def decoded() -> LaunchCounter:
+        stage, counter = sampler._generator().stage, LaunchCounter(packed=True)
+        planned_rollouts._prefill(stage, samples, traced.prompts)
+        place = planned_rollouts._half_way(stage, samples)
+        with counter:
+            stage.decode([place] * slots, [place] * slots, range(slots))
+        return counter
+
+    with LiveStorages() as live, torch.no_grad():
+        decoded()  # after which the weights are known
+        before = live.live
+        live.reset()
+        counter = decoded()
+    sent = ("_to_copy", "copy_", "lift_fresh")  # from the host, which is the device here
+    names, found = (
+        [ATTENTION.get(one.name, one.name) for one in launches if one.name not in sent]
+        for launches in (counter.launches, traced.decode)
+    )
+    assert found == names and len([name for name in names if "mm" in name]) > 10
+    assert live.peak - before == pytest.approx(traced.peak, rel=0.01)
+
+
+def _workload(
+    hf: dict[str, Any], *, slots: int = 64, batch: int = 64, packing: bool = False, **rollout: Any
+) -> Workload:
+    options = RolloutOptions(rewards=("exact_match",), slots=slots, max_completion_length=512, **rollout)
+    config = RunConfig(
+        model=ModelOptions(path="m", dtype="bfloat16"), objective=ObjectiveOptions(name="grpo"), rollout=options,
+        data=DataOptions(seq_length=1024, packing=packing), lora=LoraOptions(rank=16),
+        train=TrainOptions(global_batch_size=64, micro_batch_size=4),
+    )  # fmt: skip
+    family, text = family_of(hf)
+    decoder = family.config_from_hf(text)
+    return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type="cuda")
+
+
+def test_a_cache_of_pages_by_hand() -> None:
+    """Llama-3-8B: 2 x 8 heads of 128 features in 32 layers, two bytes each; 64 rows of 33 pages of their own, 17
+    prompts of 32 pages, and one that no row has."""
+    cost = predict_rollout(_workload(LLAMA_3_8B), Layout(), None)
+    token = 2 * 8 * 128 * 32 * 2
+    assert cost.cache == 16 * (1 + 64 * 33 + 17 * 32) * token
+    assert cost.cache < cost.peak < 1.2 * cost.cache
+
+
+def test_a_pass_reads_weights_and_pages_once() -> None:
+    """Of 64 rows: layers and head, 15 GB without the embedding, and keys and values of half a completion."""
+    workload = _workload(LLAMA_3_8B)
+    traced = planned_rollouts._trace(replace(workload, global_batch=0), ParallelOptions())
+    moved = sum(one.nbytes for one in traced.decode)
+    weights, pages = 2 * (8_030_261_248 - 128_256 * 4096), 64 * (512 + 256) * 2 * 8 * 128 * 32 * 2
+    assert weights + pages < moved < 1.12 * (weights + pages)
+    assert 600 < sum(one.count for one in traced.decode) < 1000
+
+
+def test_times_of_a_rollout() -> None:
+    """511 passes follow the prompts; as graphs they take the device's time, and without them the host's."""
+    eager, graphed = (
+        predict_rollout(_workload(LLAMA_3_8B, cuda_graph=graph), Layout(), H100) for graph in ("none", "auto")
+    )
+    assert graphed.passes == eager.passes == 511
+    for cost in (eager, graphed):
+        assert cost.decode == pytest.approx(511 * cost.pass_seconds)
+        assert cost.seconds == cost.prefill + cost.decode
+    assert graphed.graphed and not eager.graphed and eager.host_limits and not graphed.host_limits
+    assert eager.pass_seconds == pytest.approx(eager.launches * H100.host_launch)
+    # weights and pages at the speed of memory are the least
+    assert 21.4e9 / (H100.copies * 1e9) < graphed.pass_seconds < 1.4 * 21.4e9 / (H100.copies * 1e9)
+    halves = predict_rollout(_workload(LLAMA_3_8B), Layout(data=2), H100)
+    assert halves.passes == -(-32 * 511 // 64)
+    cut = predict_rollout(_workload(LLAMA_3_8B), Layout(parallel=ParallelOptions(tensor=2)), H100)
+    assert cut.cache < 0.51 * graphed.cache and graphed.pass_seconds / 2 < cut.pass_seconds < graphed.pass_seconds
+
+
+def test_a_step_has_its_share_of_the_rollout() -> None:
+    workload = _workload(LLAMA_3_8B)
+    found = predict_time(workload, Layout(), MemoryPlan(), H100)
+    assert found.samples is not None and found.sampling == found.samples.seconds
+    assert found.tokens_per_second == pytest.approx(64 * 1024 / found.step)
+    several = predict_time(_workload(LLAMA_3_8B, steps_per_generation=4), Layout(), MemoryPlan(), H100)
+    assert several.samples is not None and several.sampling == several.samples.seconds / 4
+    # which are compared with what sampled them: a forward more
+    assert several.step - several.sampling > 1.2 * (found.step - found.sampling)
+    range_ = predict_range(workload, Layout(), MemoryPlan(), H100)
+    assert range_.fast.sampling < range_.likely.sampling < range_.slow.sampling
+
+
+def test_the_peak_is_that_of_sampling_where_that_is_larger() -> None:
+    few, many = (predict_layout(_workload(LLAMA_3_8B, slots=slots), Layout(), MemoryPlan())[0] for slots in (8, 512))
+    static = sum(few.static.values())
+    assert few.peak == few.step > few.sampling > static
+    assert many.peak == many.sampling > many.step and many.fullest()[0] == "sampling"
+    assert many.sampling - static > predict_rollout(_workload(LLAMA_3_8B, slots=512), Layout(), None).cache
+
+
+def test_completions_that_are_packed_are_fewer_rows() -> None:
+    alone, packed = (_workload(LLAMA_3_8B, packing=packing) for packing in (False, True))
+    assert (alone.global_batch, alone.seq_length) == (64, 1024) and alone.step_tokens == 64 * 1024
+    assert packed.packs_documents and packed.global_batch == 64
+    family, text = family_of(LLAMA_3_8B)
+    decoder = family.config_from_hf(text)
+    config = RunConfig(
+        model=ModelOptions(path="m"), objective=ObjectiveOptions(name="grpo"), data=DataOptions(seq_length=4096),
+        rollout=RolloutOptions(rewards=("exact_match",)), train=TrainOptions(global_batch_size=64),
+    )  # fmt: skip
+    plan = training_plan(config, decoder, family.names)
+    short = workload_of(replace(config, data=DataOptions(seq_length=4096, packing=True)), decoder, plan,
+                        device_type="cuda", prompt=200, completion=300)  # fmt: skip
+    assert (short.global_batch, short.seq_length, short.document_length) == (8, 4096, 500)
+    assert short.step_tokens == 64 * 500
+    with pytest.raises(UserError, match="prompts of 4000 and completions of 300 tokens were given, but"):
+        workload_of(config, decoder, plan, device_type="cuda", prompt=4000, completion=300)
+
+
+def test_a_server_samples_elsewhere() -> None:
+    cost = predict_rollout(_workload(LLAMA_3_8B, server="http://10.0.0.7:8000"), Layout(), H100)
+    assert (cost.cache, cost.peak, cost.seconds, cost.passes) == (0, 0, 0.0, 0)
+
+
+def test_nothing_is_assumed_of_other_machines() -> None:
+    free = Machine(name="free", memory=80, products=1.0, copies=1e15, link=1e15)
+    assert predict_rollout(_workload(LLAMA_3_8B), Layout(), free).pass_seconds > 0

@@ -30,6 +30,8 @@ from triton.runtime.jit import JITFunction
 from engine.kernels.triton import (
     delta,
     gated_norm,
+    grouped,
+    grouped_factors,
     head_norm,
     launch,
     lora,
@@ -65,6 +67,7 @@ def look_like_a_gpu(capability: Callable[[], tuple[int, int]] = lambda: (9, 0)) 
     }
     for module in (
         launch, lora, output_gradients, rmsnorm, swiglu, head_norm, quantize, paged_attention, gated_norm, delta,
+        grouped, grouped_factors,
     ):  # fmt: skip
         for name, function in as_on_a_gpu.items():
             if hasattr(module, name):

@@ -5,6 +5,8 @@ from __future__ import annotations
 KERNELS = (
     "dropout",
     "rows",
+    "grouped",
+    "grouped_factors",
     "partial_sums",
     "lora",
     "output_gradients",

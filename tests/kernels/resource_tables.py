@@ -68,6 +68,9 @@ KNOWN = (
     Known("delta_channel_gradients._value_sums", "", "leaves 1 block", "the same sums"),
     Known("delta_channel_gradients._token_sums", "", "[mf]_ptr load", "one number for each token of a block of 16"),
     Known("state_steps", "", "(load|store) ", "the vectors of one head, one number a thread"),
+    Known("grouped._product", "", "leaves 1 block", "sums of 128 x 256, or all stages of a smaller tile, fill it"),
+    Known("grouped._product", "dropped", "spills", "a mask's bits beside 128 sums a thread, before the walk"),
+    Known("grouped_factors._outer", "dropped", "spills", "the same bits, on Blackwell"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )
 """In the order in which a problem looks for its reason."""

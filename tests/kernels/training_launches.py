@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
 from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
-from engine.kernels.triton import lora, quantize
+from engine.kernels.triton import grouped, grouped_factors, lora, quantize
 from engine.ops.kernels import backend
 
 TRITON = backend("triton")
@@ -455,6 +455,53 @@ def state_space_case(
     return Case(f"{name} state_space", launch)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """A mixture's widths, and the tokens of a micro-batch."""
+
+    name: str
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    per_token: int
+
+
+QWEN_30B = Experts(name="qwen3 30b", tokens=8192, hidden=2048, intermediate=768, experts=128, per_token=8)
+GPT_OSS_20B = Experts(name="gpt-oss 20b", tokens=8192, hidden=2880, intermediate=2880, experts=32, per_token=4)
+
+
+def expert_cases(
+    sizes: Experts, rank: int, *, dropped: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Case]:
+    """Yields the products of experts' linears: gate and up of gathered tokens, and down."""
+    num_rows, ends = sizes.tokens * sizes.per_token, torch.empty(sizes.experts, dtype=torch.int32)
+    empty = partial(torch.empty, dtype=dtype)
+    index = torch.empty(num_rows, dtype=torch.int64)
+
+    def linear(inputs: int, outputs: int, ranks: int, gathers: bool) -> None:
+        x = empty(sizes.tokens if gathers else num_rows, inputs)
+        dy = empty(num_rows if gathers else sizes.tokens, outputs)
+        both, a = empty(sizes.experts, outputs, inputs + ranks), empty(sizes.experts, ranks, inputs)
+        w, b = both[..., :inputs], both[..., inputs:]
+        mask = torch.empty(num_rows, inputs // 8, dtype=torch.uint8) if dropped else None
+        scale = 1.25 if dropped else 1.0
+        of_x, of_dy = (index, None) if gathers else (None, index)
+        h = grouped_factors.grouped_project(x, a.mT, ends, index_N=of_x, mask=mask, scale=scale)
+        update = grouped.GroupedUpdate(h_NR=h, factors_ERM=b.mT)
+        grouped.grouped_rows(x, w.mT, ends, update=update, index_N=of_x)
+        dh = grouped_factors.grouped_project(dy, b, ends, index_N=of_dy)
+        update = grouped.GroupedUpdate(h_NR=dh, factors_ERM=a, mask=mask, scale=scale)
+        grouped.grouped_rows(dy, w, ends, update=update, index_N=of_dy)
+        grouped_factors.grouped_outer(h, dy, ends, index_N=of_dy, ranks_first=False)
+        grouped_factors.grouped_outer(dh, x, ends, index_N=of_x, mask=mask, scale=scale, ranks_first=True)
+
+    hidden, intermediate = sizes.hidden, sizes.intermediate
+    name = f"{sizes.name} %s r={rank}{' dropped' if dropped else ''}"
+    yield Case(name % "gate_up", partial(linear, hidden, 2 * intermediate, -(-2 * rank // 8) * 8, True))
+    yield Case(name % "down", partial(linear, intermediate, hidden, -(-rank // 8) * 8, False))
+
+
 def quick_cases() -> Iterator[Case]:
     """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in."""
     for rank in (16, 8):
@@ -464,6 +511,7 @@ def quick_cases() -> Iterator[Case]:
     yield from decode_cases(LLAMA_HEADS)
     yield from state_cases(QWEN_9B)
     yield state_space_case("nemotron 8b", 8192, 128, 8, 64, 128)
+    yield from expert_cases(QWEN_30B, 16)
 
 
 def training_cases() -> Iterator[Case]:
@@ -489,6 +537,8 @@ def training_cases() -> Iterator[Case]:
         Heads(name="one key head", heads=71, kv_heads=1, head_dim=64),
     ):
         yield from decode_cases(heads)
+    yield from expert_cases(QWEN_30B, 16, dropped=True)
+    yield from expert_cases(GPT_OSS_20B, 12)
 
 
 def other_cases(name: str) -> Iterator[Case]:

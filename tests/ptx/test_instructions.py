@@ -104,6 +104,17 @@ def test_bits() -> None:
     np.testing.assert_array_equal(each_thread("shr.s32 {out}, {0}, {1};", signed, by, result=np.int32), right)
 
 
+@pytest.mark.parametrize(("mode", "most"), [("wrap", 31), ("clamp", 32)])
+def test_shifts_of_two_words(mode: str, most: int) -> None:
+    low, high, by = _integers(np.uint32), _integers(np.uint32), np.arange(0, 64, 2, dtype=np.uint32)
+    steps = [int(n) & 31 if mode == "wrap" else min(int(n), most) for n in by]
+    whole = [int(y) << 32 | int(x) for x, y in zip(low, high, strict=True)]
+    found = each_thread(f"shf.l.{mode}.b32 {{out}}, {{0}}, {{1}}, {{2}};", low, high, by, result=np.uint32)
+    np.testing.assert_array_equal(found, [both << n >> 32 & 0xFFFFFFFF for both, n in zip(whole, steps, strict=True)])
+    found = each_thread(f"shf.r.{mode}.b32 {{out}}, {{0}}, {{1}}, {{2}};", low, high, by, result=np.uint32)
+    np.testing.assert_array_equal(found, [both >> n & 0xFFFFFFFF for both, n in zip(whole, steps, strict=True)])
+
+
 def test_fields_of_bits() -> None:
     a, b = _integers(np.uint32), _integers(np.uint32)
     found = each_thread("bfe.u32 {out}, {0}, 5, 9;", a, result=np.uint32)

@@ -130,7 +130,7 @@ def _tests(name: str, files: str) -> Part:
 
 _KERNELS = (
     "lora", "rmsnorm", "swiglu", "rope", "head_norm", "dropout", "cross_entropy", "output_gradients", "quantize",
-    "rows", "paged_attention", "hybrids",
+    "rows", "grouped", "paged_attention", "hybrids",
 )  # fmt: skip
 _ONE_EACH = " ".join(("--one-each", *(f"tests/kernels/test_triton_{name}.py" for name in _KERNELS)))
 
@@ -169,6 +169,7 @@ PARTS = (
     _tests("generation", "tests/kernels/test_triton_paged_attention.py tests/kernels/test_triton_sampling.py "
            "tests/kernels/test_triton_backend.py"),
     _tests("hybrids", "tests/kernels/test_triton_hybrids.py"),
+    _tests("grouped", "tests/kernels/test_triton_grouped.py"),
     _tests("training", "tests/kernels/test_triton_training.py"),
     _tests("graphs", "tests/unit/test_cuda_graph.py tests/unit/test_decode_graphs.py "
            "tests/unit/test_varlen_attention.py"),

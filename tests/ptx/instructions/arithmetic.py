@@ -215,6 +215,22 @@ def shift(instruction: Instruction) -> Execute:
     return _elementwise(instruction, shifted, dtype, np.uint32)
 
 
+@family("shf")
+def funnel(instruction: Instruction) -> Execute:
+    """Decodes shf: 32 of the 64 bits of two words, the first the lower, shifted by as many as the mode allows."""
+    if instruction.opcode[1:] not in [(side, mode, "b32") for side in "lr" for mode in ("wrap", "clamp")]:
+        raise unknown(instruction)
+    _, side, mode, _ = instruction.opcode
+
+    def shifted(low: Any, high: Any, by: Any) -> Any:
+        inside = np.uint64(by & np.uint32(31)) if mode == "wrap" else np.minimum(np.uint64(by), np.uint64(32))
+        both = np.uint64(high) << np.uint64(32) | np.uint64(low)
+        found = both << inside >> np.uint64(32) if side == "l" else both >> inside
+        return found.astype(np.uint32)
+
+    return _elementwise(instruction, shifted, np.uint32)
+
+
 @family("bfe")
 def extract(instruction: Instruction) -> Execute:
     """Decodes bfe: `length` bits from `start` on, extended by the last one's sign in signed types."""

@@ -151,14 +151,18 @@ def _multiply_async(instruction: Instruction) -> Execute:
             a = widen(_described(machine, left, active, groups, (64, depth), size, transposed[0])).astype(np.float64)
         b = widen(_described(machine, right, active, groups, (columns, depth), size, transposed[1])).astype(np.float64)
         found = (a @ b.swapaxes(1, 2)).reshape(-1, 16, columns)
-        keeps = bool(np.all(machine.read(adds, np.bool_, active)))
+        keeps = np.broadcast_to(machine.read(adds, np.bool_, active), machine.num_lanes).reshape(-1, WARP)[warps]
         _accumulate(machine, to, found, warps, active, keeps)
 
     return execute
 
 
-def _accumulate(machine: Machine, to: Several, found: Array, warps: Array, active: Active, keeps: bool) -> None:
-    """Writes sums, which may be read when they have been waited for; products of one shape may follow each other."""
+def _accumulate(machine: Machine, to: Several, found: Array, warps: Array, active: Active, keeps: Array) -> None:
+    """Writes sums, which may be read when they have been waited for; products of one shape may follow each other.
+
+    Args:
+        keeps: [warps, 32], whether a lane adds to what is there; blocks that are executed side by side may differ.
+    """
     mask = np.zeros((machine.num_lanes // WARP, WARP), bool)
     mask[warps] = True
     waits = mask.reshape(-1), machine.products.committed
@@ -167,8 +171,9 @@ def _accumulate(machine: Machine, to: Several, found: Array, warps: Array, activ
         row, column = _GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * _MEMBER + number % 2
         total: Any = found[:, row, column]
         waiting = machine.accumulators.pop(register.slot, None)
-        if keeps:
-            total = total + machine.read(register, np.float32, active).reshape(-1, WARP)[warps]
+        if keeps.any():
+            before = machine.read(register, np.float32, active).reshape(-1, WARP)[warps]
+            total = np.where(keeps, total + before, total)
         machine.write(register, _of_warps(machine, warps, total.astype(np.float32)), active)
         lanes = waits[0] if waiting is None else waits[0] | waiting[0]
         group = waits[1] if waiting is None else np.where(waits[0], waits[1], waiting[1])

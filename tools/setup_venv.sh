@@ -3,8 +3,9 @@
 #
 # Extras are those of setup.py (test, peft, tensorboard, triton). Versions come from constraints.txt. Does nothing when
 # setup.py, pyproject.toml, constraints.txt and csrc are as they were and the extras are installed.
-#   --gpu-stack       makes .venv-gpu-stack instead, where the versions of constraints-gpu.txt take the place of others
-#   PYTHON            interpreter to make .venv with; if unset, the first of python3, python3.12, python3.11 that is 3.11+
+#   --gpu-stack       makes .venv-gpu-stack instead, where the versions of constraints-gpu.txt take the place of others,
+#                     of Python 3.12 where python3.12 is found, as GPU machines have it
+#   PYTHON            interpreter to make it with; if unset, the first of python3, python3.12, python3.11 that is 3.11+
 #   TORCH_INDEX_URL   further package index for torch: https://download.pytorch.org/whl/cpu spares a machine without a
 #                     GPU gigabytes of CUDA packages
 set -euo pipefail
@@ -13,10 +14,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 venv=.venv
 pins=(constraints.txt)
+pythons=(python3 python3.12 python3.11)
 if [ "${1:-}" = --gpu-stack ]; then
     shift
     venv=.venv-gpu-stack
     pins=(constraints-gpu.txt constraints.txt)
+    pythons=(python3.12 python3 python3.11)
 fi
 python=$venv/bin/python
 stamp=$venv/.setup-stamp
@@ -29,7 +32,7 @@ new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+    for candidate in ${PYTHON:-${pythons[@]}}; do
         if command -v "$candidate" >/dev/null 2>&1 && new_enough "$candidate"; then
             echo "$candidate"
             return
@@ -41,6 +44,9 @@ find_python() {
 
 if [ -e $venv ] && ! new_enough "$python"; then
     fail "$root/$venv has no Python 3.11 or newer in it: remove that folder and start again."
+fi
+if [ -n "${PYTHON:-}" ] && [ -e $venv ] && [ "$("$PYTHON" -V 2>/dev/null)" != "$("$python" -V)" ]; then
+    fail "$root/$venv has $("$python" -V), which $PYTHON, as PYTHON has it, is not: remove that folder, or unset PYTHON."
 fi
 
 installed=""

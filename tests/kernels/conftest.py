@@ -12,9 +12,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.kernels.native import loader
 from tests.kernels.comparing import INTERPRETED
@@ -44,15 +46,25 @@ if INTERPRETED:  # finds them imported where tests.ptx.plugin has
 @pytest.fixture(autouse=True)
 def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only for the tests of Triton kernels: the folder has others. Under `tests.ptx` they are compiled."""
-    if request.config.pluginmanager.has_plugin("ptx"):
+    if not INTERPRETED or "triton" not in request.node.nodeid:
         return
-    if INTERPRETED and ("triton" in request.node.nodeid):
+    request.getfixturevalue("new_memory_is_nan")
+    if not request.config.pluginmanager.has_plugin("ptx"):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         _check_launches(monkeypatch)
         if _in_sixteen_bits(request):
             from tests.kernels.sixteen_bits import compute_as_on_a_gpu
 
             compute_as_on_a_gpu(monkeypatch)
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """Lets torch.empty give NaN, and the largest integer, so that what a kernel leaves unwritten is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -223,8 +223,8 @@ def test_delta_rule(
 @long_places
 @pytest.mark.parametrize(
     ("lengths", "received", "sent", "passing"),
-    [((1, 70, 3), (), (), True), ((5, 66, 2), (1,), (0, 1), False)],
-    ids=["packed", "some"],
+    [((1, 70, 3), (), (), True), ((5, 66, 2), (1,), (0, 1), False), ((64, 2), (), (), True)],
+    ids=["packed", "some", "a program without a chunk"],
 )
 def test_state_space(
     place, lengths: tuple[int, ...], received: tuple[int, ...], sent: tuple[int, ...], passing: bool

@@ -15,10 +15,11 @@ GPU's rounding. All threads of several blocks lie side by side in numpy arrays.
 
 Found, with the block, the thread, and the line of the kernel's source: accesses outside tensors, misaligned ones,
 places that two blocks write or one writes and another reads, accesses of two warps to one place with no barrier between
-them, results of asynchronous copies and products taken before they are waited for, registers and shared memory read
-before they are written, barriers that a part of a block reaches, atomic operations, grids that a GPU refuses.
+them, different values that threads of a warp write to one place of global memory, results of asynchronous copies and
+products taken, and their operands overwritten, before they are waited for, registers and shared memory read before they
+are written, barriers that a part of a block reaches, atomic operations, grids that a GPU refuses.
 
-Not seen: races within a warp, the order in which a tensor core sums (here in fp64, rounded once) and the last bits of
-its approximate functions, tensor memory and descriptors of later GPUs, and time. An instruction that no kernel has
-needed yet is refused.
+Not seen: other races within a warp, products and sums that an assembler fuses and Triton did not, the order in which a
+tensor core sums (here in fp64, rounded once) and the last bits of its approximate functions, tensor memory and
+descriptors of later GPUs, and time. An instruction that no kernel has needed yet is refused.
 """

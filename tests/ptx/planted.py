@@ -1,8 +1,13 @@
-"""Plants a mistake that interpreted tests pass into the kernels under test: -p tests.ptx.plugin -p tests.ptx.planted"""
+"""Plants a mistake into the kernels under test: -p tests.ptx.plugin -p tests.ptx.planted --mistake NAME
+
+Most of them interpreted tests pass.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +37,59 @@ def _in_tf32(choose: Any) -> Any:
     return lambda x: {**choose(x), "PRECISION": "tf32"}
 
 
-MISTAKES = {"fused": _fuse, "tf32": _multiply_in_tf32}
+def _shorten_tiles() -> None:
+    """Plans tiles of few tokens for Hopper as for other GPUs."""
+    names: Any = vars(sys.modules["engine.kernels.triton.output_gradients"])
+    names["multiplies_in_shared_memory"] = lambda device: False
+
+
+def _edit(module: str, name: str, old: str, new: str) -> Callable[[], None]:
+    """Returns what changes the text of a kernel: `old`, which is in it, becomes `new`."""
+
+    def change() -> None:
+        kernel: Any = getattr(importlib.import_module(f"engine.kernels.triton.{module}"), name)
+        assert old in kernel.src, f"{module}.{name} has no {old}"
+        kernel._unsafe_update_src(kernel.src.replace(old, new))
+
+    return change
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "fused": _fuse,
+    "tf32": _multiply_in_tf32,
+    "short tiles": _shorten_tiles,
+    "32-bit rows": _edit("lora", "_project_kernel", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
+    "aligned rows": _edit(
+        "rmsnorm",
+        "_forward_kernel",
+        "tl.load(x_ptr + tokens_T[:, None] * x_stride +",
+        "tl.load(tl.multiple_of(x_ptr + tokens_T[:, None] * x_stride, (1, 16)) +",
+    ),
+    "longer vectors": _edit(
+        "rmsnorm",
+        "_forward_kernel",
+        "tl.max_contiguous(tl.arange(0, FEATURES), 128 // x_ptr.dtype.element_ty.primitive_bitwidth)",
+        "tl.arange(0, FEATURES)",
+    ),
+    "atomic sums": _edit(
+        "partial_sums", "_sum_kernel", "    tl.store(out, total_MN,", "    tl.atomic_add(out, total_MN,"
+    ),
+    "rounded sums": _edit(
+        "lora",
+        "_a_gradient_kernel",
+        "dh_TR, da_IR, input_precision=PRECISION)",
+        "dh_TR, da_IR, input_precision=PRECISION).to(tl.bfloat16).to(tl.float32)",
+    ),
+    "unwritten sums": _edit(
+        "state_space", "_inputs_kernel", "    tokens_L =", "    if start >= end:\n        return\n    tokens_L ="
+    ),
+    "one column more": _edit(
+        "partial_sums",
+        "_sum_kernel",
+        "columns_N < num_columns)[None, :]\n    place",
+        "columns_N <= num_columns)[None, :]\n    place",
+    ),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,6 +25,13 @@ def multiply_and_add(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def add_products(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr):
+    """The sum of x * y. With fewer elements than threads several have copies of one, and of what is added to it."""
+    places = tl.arange(0, SIZE)
+    tl.store(out_ptr, tl.sum(tl.load(x_ptr + places) * tl.load(y_ptr + places), 0))
+
+
+@triton.jit
 def multiply(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """A product of two square matrices in float32."""
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]

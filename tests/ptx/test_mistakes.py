@@ -66,6 +66,36 @@ def test_fused_products_and_sums_change_bits() -> None:
         assert any(name.startswith("fma") for name in computed.opcodes()) != same
 
 
+def test_copies_of_a_fused_sum_differ() -> None:
+    """Two threads that each add the other's product to their own, fused, round one product each: of the sum that both
+    have there are two values, and both are stored in one place of shared memory."""
+    x, y = _random(64), _random(64 + 1)[1:].contiguous()
+    signature = dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), "*fp32")
+    for fusion in (False, True):
+        computed = compile_kernel(small_kernels.add_products, signature, {"SIZE": 64}, enable_fp_fusion=fusion)
+        out = torch.empty(1)
+        if fusion:
+            with pytest.raises(Fault, match="writes what another warp, with no barrier .*, writes at the same time"):
+                computed.launch((1,), [x, y, out])
+        else:
+            computed.launch((1,), [x, y, out])
+            torch.testing.assert_close(out[0].double(), x.double() @ y.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_threads_of_a_warp_write_one_place() -> None:
+    """Which of them a GPU does last is not defined, and is no matter where all write the same."""
+    body = """
+	ld.param.b64 %rd1, [small_param_0];
+	mov.u32 %r1, {value};
+	st.global.b32 [%rd1], %r1;
+"""
+    out = torch.zeros(1, dtype=torch.int32)
+    kernel(body.format(value="7"), parameters=1).launch((1,), [out])
+    assert out.item() == 7
+    with pytest.raises(Fault, match="thread 0, writes where another thread of its warp writes something else"):
+        kernel(body.format(value="%tid.x"), parameters=1).launch((1,), [out])
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_products_of_float32_in_tf32_are_inexact(arch: int) -> None:
     x, y = _random(64, 64), _random(64, 64 + 1)[:, 1:].contiguous()

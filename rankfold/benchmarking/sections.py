@@ -154,6 +154,26 @@ class GenerateOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeOptions(ModelOptions):
+    """Sampled tokens with passes replayed as CUDA graphs against passes without, on a model with adapters."""
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    prompt: int = option(256, "tokens of a prompt; --length, --rows and --documents are not read", least=1)
+    new: int = option(128, "tokens that each row is continued by", least=2)
+    batches: str = option("1,16,64", "rows at a time, one measurement for each")
+    repeats: int = option(5, "timed turns", least=1)
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        self.row_counts()
+
+    def row_counts(self) -> tuple[int, ...]:
+        """Returns the numbers of rows, one for each measurement."""
+        return whole_numbers("batches", self.batches, "1,16,64", least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutsOptions(ModelOptions):
     """Sampled completions of groups with an adapter, against generate of transformers + PEFT."""
 
@@ -217,6 +237,7 @@ SECTIONS: dict[str, type] = {
     "machine-speed": SpeedOptions,
     "memory": MemoryOptions,
     "graph": GraphOptions,
+    "decode": DecodeOptions,
     "preprocess": PreprocessOptions,
     "convert": ConvertOptions,
     "guards": GuardsOptions,

@@ -11,11 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 Work = Callable[[], object]
+
+
+Measured = TypeVar("Measured")
 
 
 class Sample(NamedTuple):
@@ -108,8 +111,8 @@ def interleave(
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], Sample]], *, repeats: int, warmup: int, turn: Callable[[int], None]
-) -> dict[str, list[Sample]]:
+    runs: Mapping[str, Callable[[], Measured]], *, repeats: int, warmup: int, turn: Callable[[int], None]
+) -> dict[str, list[Measured]]:
     """Works as `interleave`, for contestants that measure themselves.
 
     Args:
@@ -117,7 +120,7 @@ def take_turns(
         repeats, warmup, turn: as in `interleave`.
     """
     names = list(runs)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    samples: dict[str, list[Measured]] = {name: [] for name in names}
     for index in range(warmup + repeats):
         for name in random.Random(index).sample(names, len(names)):
             sample = runs[name]()

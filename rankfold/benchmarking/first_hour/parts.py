@@ -155,6 +155,8 @@ PARTS = (
     Part("experts", "experts", f"{_MIXTURE} --peers none", early=True, seconds=120.0,
          on_cpu=f"{_SMALL_STEP} --experts 4 --per-token 2"),
     Part("rollouts", "train", _ROLLOUTS, early=True, seconds=150.0, on_cpu=f"{_ROLLOUTS} {_SMALL_ROLLOUTS}"),
+    Part("decode", "decode", f"{PRESET} --repeats 3", early=True, seconds=120.0,
+         on_cpu=f"{_SMALL} --prompt 8 --new 4 --batches 2"),
     Part("tower", "tower", "--dtype bfloat16 --images 8 --layers 27", early=True, seconds=90.0,
          on_cpu="--device cpu --images 2 --side 56 --layers 2 --width 64 --heads 4 --mlp 128 --repeats 2"),
     _tests("lora", "tests/kernels/test_triton_lora.py"),

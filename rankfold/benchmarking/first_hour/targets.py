@@ -12,6 +12,8 @@ STEP_SHARE = 0.75
 LORA_TAX = 1.05
 GRAPH_SPEEDUP, GRAPH_TOKENS = 1.5, 512
 """Over the step without graphs, in rows of so many tokens."""
+DECODE_SPEEDUP, DECODE_ROWS = 2.5, 64
+"""Over passes whose kernels the host launches, with so many rows."""
 LIMIT_SHARES = {"norm": 0.9, "swiglu": 0.9, "rope": 0.9, "loss": 0.9, "head": 1 / 1.2}
 """Group of `benchmark kernels` -> share of the memory's or the product's limit."""
 MEMORY_FACTOR = 0.1
@@ -41,7 +43,7 @@ def judge(record: dict[str, Any] | None, log: str) -> list[Judged]:
         record: the part's JSON.
         log: its output.
     """
-    judges = {"step": _step, "graph": _graph, "kernels": _kernels, "lora-tax": _lora_tax}
+    judges = {"step": _step, "graph": _graph, "decode": _decode, "kernels": _kernels, "lora-tax": _lora_tax}
     section = (record or {}).get("section")
     return list(judges[section](record or {})) if section in judges else list(_measured_memory(log))
 
@@ -63,6 +65,12 @@ def _graph(record: dict[str, Any]) -> Iterator[Judged]:
     for name, *_, speedup, _kept in record["rows"]:
         if name.startswith(f"{GRAPH_TOKENS} tokens, ") and not name.endswith("no graph"):
             yield _at_least(f"{name}: speed over no graph", float(speedup), GRAPH_SPEEDUP)
+
+
+def _decode(record: dict[str, Any]) -> Iterator[Judged]:
+    for name, *_, speedup in record["rows"]:
+        if name == f"{DECODE_ROWS} rows, graphs":
+            yield _at_least(f"{name}: speed over single launches", float(speedup), DECODE_SPEEDUP)
 
 
 def _kernels(record: dict[str, Any]) -> Iterator[Judged]:

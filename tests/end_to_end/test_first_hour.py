@@ -61,11 +61,12 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
 
 
 def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Starts the first hour with two parts more, in a process group of its own."""
+    """Starts the first hour with two parts more, in a process group of its own that takes interrupts, as a shell's
+    background jobs do not."""
     command = [sys.executable, "-m", "tests.support.first_hour_parts", str(folder), str(folder / "out"), *words]
     return subprocess.Popen(
         command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ _SIZES = {
 }  # fmt: skip
 _CLAMP = {"swiglu_limit": 0.8} if Version(version("transformers")) >= Version("5.23") else {}
 """Older versions clamp at 7, whatever the config says."""
+_ONE_GROUP = {} if Version(version("transformers")) >= Version("5.23") else {"mamba_n_groups": 1}
+"""Older versions' Bamba takes one mean of squares over all groups."""
 _FACTORS = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.7, "attention_multiplier": 0.31, "logits_scaling": 9.0
 }  # fmt: skip
@@ -303,7 +305,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5Moe",
         {**_DELTA, **_DELTA_EXPERTS, "layer_types": ["full_attention", *["linear_attention"] * 3]},
     ),
-    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "bamba": ("Bamba", {**_MAMBA, **_ONE_GROUP, "attn_layer_indices": [1]}),
     "falcon h1": ("FalconH1", _FALCON_H1),
     "falcon h1 with norms": (
         "FalconH1",

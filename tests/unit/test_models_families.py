@@ -295,6 +295,18 @@ def test_latent_heads_need_not_divide_the_hidden_size_and_scales_may_be_zero():
         family_of({**SIZES, "model_type": "qwen3_moe", "hidden_size": 9})
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_layers_with_an_indexer_have_two_names(model_type: str):
+    """transformers 5.17 writes another one than 5.23."""
+    config = {**SIZES, "model_type": model_type, "kv_lora_rank": 4, "index_n_heads": 2, "index_head_dim": 128}
+    read = [
+        family.config_from_hf(text)
+        for name in ("indexed_attention", "deepseek_sparse_attention")
+        for family, text in [family_of({**config, "layer_types": [name] * 2})]
+    ]
+    assert read[0] == read[1] and read[0].num_layers == 2
+
+
 ROUTED_SIZES = [
     "DeepseekV3",
     "DeepseekV32",

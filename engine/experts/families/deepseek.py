@@ -130,8 +130,12 @@ def glm_dsa_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return _indexed(read_routed(hf, _GLM_DSA_DEFAULTS), "glm_moe_dsa", interleaved=True)
 
 
+_INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
+"""Names of the one kind of layer; transformers 5.17 writes the second."""
+
+
 def _indexed(hf: dict[str, Any], model_type: str, *, interleaved: bool) -> DecoderConfig:
-    if (kinds := hf.get("layer_types")) and set(kinds) != {"indexed_attention"}:
+    if not set(hf.get("layer_types") or ()) <= _INDEXED:
         raise UserError(
             f"config.json has layer_types that a {model_type} model does not have: expected indexed_attention alone."
         )

@@ -85,6 +85,7 @@ setup(
         "mlperf": ["mlperf-logging==4.1.68"],
         "peft": ["peft"],
         "mlflow": ["mlflow"],
+        "serve": ["starlette", "uvicorn"],
         "tensorboard": ["tensorboard"],
         # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
         "triton": ["triton>=3.6; platform_system == 'Linux'"],
@@ -98,9 +99,11 @@ setup(
             "pytest",
             "pytest-timeout",
             "ruff",
+            "starlette",
             "tensorboard",
             "trl",
             "types-PyYAML",
+            "uvicorn",
         ],
     },
 )

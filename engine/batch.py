@@ -60,6 +60,8 @@ class BatchPart:
     __slots__ = ()
     graphs_ignore: ClassVar[bool] = False
     """Whether a graph of layers, captured without the part, computes the same for a batch that has it."""
+    for_loss_alone: ClassVar[bool] = False
+    """Whether the objective alone reads the part."""
 
     @property
     def brings_reference(self) -> bool:

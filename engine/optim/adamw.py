@@ -45,7 +45,7 @@ class FlatAdamW:
         piece_elements: int = PIECE_ELEMENTS,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.flat, self._mesh, self._clip, self._backend = flat, mesh, clip_grad_norm, backend
+        self.flat, self._mesh, self._backend = flat, mesh, backend
         self.loss_scale = loss_scale
         device = flat.gradient.device
         self.exp_avg = flat.state()
@@ -66,9 +66,23 @@ class FlatAdamW:
         """A step whose loss is larger is skipped."""
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
-        self._clip_factor = torch.ones_like(self.lr) if clip_grad_norm > 0 or loss_scale is not None else None
+        self._clip_factor: Tensor | None = None
+        self._piece_elements = piece_elements
+        self._update: Update
+        self.set_options(betas=betas, eps=eps, weight_decay=weight_decay, clip_grad_norm=clip_grad_norm)
+
+    def set_options(
+        self, *, betas: tuple[float, float], eps: float, weight_decay: float, clip_grad_norm: float
+    ) -> None:
+        """Sets the numbers of the next steps, which stay what they are until this is called again; moments stay.
+
+        Not between the capture of a graph of the step and its replay. Arguments as of the constructor.
+        """
+        self._clip = clip_grad_norm
+        clips = clip_grad_norm > 0 or self.loss_scale is not None
+        self._clip_factor = torch.ones_like(self.lr) if clips else None
         state = AdamWState(
-            flat=flat,
+            flat=self.flat,
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
             rates={1.0: self.lr, **self._scaled},
@@ -79,11 +93,10 @@ class FlatAdamW:
             eps=eps,
             weight_decay=weight_decay,
         )
-        self._update: Update
-        if flat.host is None:
-            self._update = backend.bind(state)
+        if self.flat.host is None:
+            self._update = self._backend.bind(state)
         else:
-            self._update = StreamedUpdate(state, backend, elements=piece_elements)
+            self._update = StreamedUpdate(state, self._backend, elements=self._piece_elements)
 
     def step(self, lr: float | Tensor, loss: Tensor | None = None) -> Tensor:
         """Updates once from the summed gradient, and zeroes it for the next step.

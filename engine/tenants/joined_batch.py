@@ -26,8 +26,12 @@ class Joined(BatchPart):
 
 
 def can_join(batches: Sequence[Batch]) -> bool:
-    """Returns whether these can be one: they have nothing beside their tokens but padding, and whole rows."""
-    return all(batch.context_plan is None and all(type(part) is Padding for part in batch.parts) for batch in batches)
+    """Returns whether these can be one: they have whole rows, and nothing beside their tokens but padding and what
+    the objective alone reads, which gets it from the parts."""
+    return all(
+        batch.context_plan is None and all(type(part) is Padding or part.for_loss_alone for part in batch.parts)
+        for batch in batches
+    )
 
 
 def _are_even(batches: Sequence[Batch]) -> bool:

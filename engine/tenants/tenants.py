@@ -14,6 +14,7 @@ from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES, TrainingPlan
 from engine.layers.shared_base import SharedBase
+from engine.objectives.objective import Objective
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.tenants.joined_batch import can_join
@@ -52,8 +53,12 @@ class Tenants:
         self._joint: JointPass | None = None
         self._next = 0
 
-    def add(self, config: RunConfig) -> int:
+    def add(self, config: RunConfig, objective: Objective | None = None) -> int:
         """Builds the model of a run, with fresh adapters, and returns its number. Collective.
+
+        Args:
+            config: of the run.
+            objective: in place of the configuration's; None for that.
 
         Raises:
             UserError: the run differs in what the base is, or trains more than adapters.
@@ -69,7 +74,14 @@ class Tenants:
                 f"{full[0]} is to train in full, but runs that share a base train adapters alone: leave trainable out."
             )
         training = build_training(
-            config, self._launch, source, plan, self._log, mesh=self._base.mesh, base=self._shared
+            config,
+            self._launch,
+            source,
+            plan,
+            self._log,
+            mesh=self._base.mesh,
+            base=self._shared,
+            objective=objective,
         )
         number, self._next = self._next, self._next + 1
         self._trainings[number] = training
@@ -81,6 +93,11 @@ class Tenants:
         """Forgets a tenant."""
         del self._trainings[number], self._joins[number]
         self._joint = None
+
+    @property
+    def base(self) -> Training:
+        """The model without adapters."""
+        return self._base
 
     def __getitem__(self, number: int) -> Training:
         return self._trainings[number]

@@ -68,6 +68,7 @@ def build_training(
     documents_per_row: int | None = None,
     mesh: Mesh | None = None,
     base: SharedBase | None = None,
+    objective: Objective | None = None,
 ) -> Training:
     """Builds the model with its weights, the optimizer and the step.
 
@@ -78,6 +79,7 @@ def build_training(
         documents_per_row: most documents in any row of the training data; graphs are sized by it.
         mesh: of `run_mesh`, where it has been made already.
         base: the frozen weights, where several models read them; None where this one has its own.
+        objective: in place of the configuration's; None for that.
     """
     decoder = source.model.decoder
     mesh = mesh or run_mesh(config, launch, decoder)
@@ -85,7 +87,7 @@ def build_training(
     places = host_places(config.memory, launch.device)
     weights = weight_placement(config, mesh, places.weights)
     loss_scale = build_loss_scale(config, launch.device)
-    objective = build_objective(config, cp=mesh.cp, dp=mesh.dp)
+    objective = objective or build_objective(config, cp=mesh.cp, dp=mesh.dp)
     stages = build_stages(
         config,
         launch,

@@ -19,6 +19,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "engine.tenants": (),
+    "rankfold.serving": ("engine.tenants",),
     "rankfold.migrating": (),
 }
 """What some runs use -> the wings that it may import. All else of `engine` and `triton_kernels` is the core."""

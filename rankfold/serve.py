@@ -1,0 +1,78 @@
+"""Serves a model to clients that train and sample adapters on it, by the protocol of the Tinker SDK.
+
+rankfold serve --model HF_DIR --port 8000
+
+Clients need the address and a key: TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=KEY python recipe.py. The keys
+are those in RANKFOLD_SERVE_KEYS, separated by commas, or one that is printed at the start. What was acknowledged is in
+the folder --state: a server that was ended, in whatever way, goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine.choices import BASE_DTYPES
+from engine.config.command_line import CommandLine
+from engine.config.model import DTYPES, KERNELS
+from engine.config.units import read_length
+from engine.errors import UserError
+
+_KEYS = "RANKFOLD_SERVE_KEYS"
+
+
+def build_parser() -> CommandLine:
+    """Returns the parser with all options."""
+    parser = CommandLine(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a partitioned base")
+    parser.add_argument("--name", help="name of the base that clients give beside its folder (default: none)")
+    parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (default 127.0.0.1: this machine alone). There is no TLS here: put a proxy in front "
+        "before others reach it",
+    )
+    parser.add_argument("--state", type=Path, default=Path("served"), help="the server's folder (default: served)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32")
+    parser.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="backend of the ops (default auto)")
+    parser.add_argument(
+        "--tokens", type=read_length, default=4096, help="most tokens of a micro-batch of several rows (default 4096)"
+    )
+    parser.add_argument("--slots", type=int, default=16, help="completions sampled at a time (default 16)")
+    parser.add_argument("--models", type=int, default=16, help="models that one key may have at a time (default 16)")
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            raise UserError(f"rankfold serve needs {package}, which is not installed: pip install 'rankfold[serve]'.")
+    for name, low, high in (("port", 1, 65535), ("slots", 1, 1024), ("models", 1, 4096)):
+        value = getattr(arguments, name)
+        if not low <= value <= high:
+            raise UserError(f"--{name} is {value}, but {low} to {high} is expected: change it.")
+    from rankfold.serving.exchange import ServedModel
+    from rankfold.serving.front import Limits
+    from rankfold.serving.server import Address, run_server
+
+    names = [one for one in (arguments.name, str(arguments.model)) if one is not None]
+    model = ServedModel(
+        path=arguments.model,
+        dtype=arguments.dtype or "float32",
+        base_dtype=arguments.base_dtype,
+        kernels=arguments.kernels,
+        tokens=arguments.tokens,
+        slots=arguments.slots,
+    )
+    run_server(
+        model,
+        arguments.state,
+        Address(host=arguments.host, port=arguments.port),
+        names,
+        os.environ.pop(_KEYS, None),
+        Limits(models=arguments.models),
+    )

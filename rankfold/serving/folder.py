@@ -1,0 +1,68 @@
+"""The server's folder: which file holds what. Needs no torch.
+
+    journal.sqlite                              what was promised and done
+    models/MODEL.safetensors                    each live model as of its last optimizer step
+    weights/MODEL/NAME.safetensors              what save_weights saved
+    sampler_weights/MODEL/NAME.safetensors      what save_weights_for_sampler saved
+
+A colon in a model's name is an underscore in that of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rankfold.serving.commands import Saved
+
+_UNNAMED = "unnamed-"
+_KEPT = 16
+"""Unnamed weights of a sampler that each model keeps."""
+
+
+class ServerFolder:
+    """The folder of one server.
+
+    Args:
+        root: its path; made where it is not there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("models", "weights", "sampler_weights"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.sqlite"
+
+    def model(self, model: str) -> Path:
+        """Returns the file of a live model."""
+        return self.root / "models" / f"{_file_name(model)}.safetensors"
+
+    def saved(self, path: Saved) -> Path:
+        """Returns the file of saved weights."""
+        return self.root / path.kind / _file_name(path.model) / f"{path.name}.safetensors"
+
+    def unnamed(self, model: str, seq: int) -> Saved:
+        """Returns the path of weights that a client saves for a sampler without a name."""
+        return Saved(model=model, kind="sampler_weights", name=f"{_UNNAMED}{seq}")
+
+    def old_unnamed(self, model: str) -> Iterable[Path]:
+        """Returns the files of unnamed weights of a model beside its newest."""
+        found = (self.root / "sampler_weights" / _file_name(model)).glob(f"{_UNNAMED}*.safetensors")
+        numbered = sorted((int(path.stem.removeprefix(_UNNAMED)), path) for path in found)
+        return [path for _, path in numbered[:-_KEPT]]
+
+
+def sampler_of(model: str, number: int) -> str:
+    """Returns the name of the sampler that a client makes as it saves a model's weights without a name.
+
+    Args:
+        number: sampling_session_seq_id of the request.
+    """
+    return f"{model.partition(':train:')[0]}:sample:{number}"
+
+
+def _file_name(model: str) -> str:
+    return model.replace(":", "_")

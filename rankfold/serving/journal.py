@@ -1,0 +1,284 @@
+"""What the server promised and did, in one SQLite file: sessions, models, commands, samplers.
+
+A command is written before its request is answered, and its result before anybody reads it. The file outlives the
+process, so that a request that is sent again finds its command, and a restart the commands that were not done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engine.errors import UserError
+
+Status = Literal["waiting", "done", "failed"]
+
+_VERSION = 1
+_TABLES = """
+CREATE TABLE sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, adapter TEXT NOT NULL DEFAULT '',
+    state TEXT NOT NULL DEFAULT 'new'
+);
+CREATE TABLE commands (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, request TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, target TEXT NOT NULL,
+    seq INTEGER, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB, status TEXT NOT NULL DEFAULT 'waiting',
+    type TEXT, result BLOB, done REAL
+);
+CREATE INDEX waiting ON commands (status, number);
+CREATE INDEX of_target ON commands (target, seq);
+CREATE TABLE samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, path TEXT
+);
+"""
+
+
+class AnotherRequest(UserError):
+    """A number that a request bears was taken by another one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """Something that a client asks for.
+
+    Args:
+        number: in the order of arrival.
+        request: its name, under which the result is asked for.
+        target: the model, or the sampler.
+        seq: its place among the commands of a model; None where it has none.
+        kind: what it is.
+        body: as it came; None once it cannot be needed again.
+        status: whether it was executed, and whether in vain.
+        type, result: content type and bytes of the result, of an executed one.
+    """
+
+    number: int
+    request: str
+    target: str
+    seq: int | None
+    kind: str
+    body: bytes | None
+    status: Status
+    type: str | None
+    result: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model that a client trains.
+
+    Args:
+        id: its name.
+        session: that it was made in.
+        adapter: its adapter, as JSON; "" until it was made.
+        state: whether it is yet to be made, can be trained, was unloaded, or could not be made.
+    """
+
+    id: str
+    session: str
+    adapter: str
+    state: Literal["new", "live", "unloaded", "failed"]
+
+
+class Journal:
+    """The file. Threads take turns.
+
+    Args:
+        path: of it; created where there is none.
+
+    Raises:
+        UserError: another server has the file, it is that of another version, or no journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        try:
+            self._base = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=2.0)
+            self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._base.execute("PRAGMA journal_mode=WAL")
+            self._base.execute("PRAGMA synchronous=FULL")
+            (version,) = self._base.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._base.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={_VERSION}; COMMIT;")
+            self._base.executescript("BEGIN IMMEDIATE; COMMIT;")  # takes the lock, which ends with the process
+        except sqlite3.OperationalError as error:
+            raise UserError(
+                f"{path} is not opened ({error}): end the server that has it, or give another --state."
+            ) from None
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{path} is no journal of a server ({error}): give another folder with --state.") from None
+        if version not in (0, _VERSION):
+            raise UserError(
+                f"{path} has version {version}, and this server reads {_VERSION}: give another folder with --state."
+            )
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._base.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[sqlite3.Connection]:
+        """Takes a turn, in which all changes are made or none."""
+        with self._lock:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+            except BaseException:
+                self._base.execute("ROLLBACK")
+                raise
+            self._base.execute("COMMIT")
+
+    def add_session(self, session: str, owner: str) -> None:
+        with self._turn() as base:
+            base.execute("INSERT INTO sessions (id, owner) VALUES (?, ?)", (session, owner))
+
+    def session_state(self, session: str, owner: str) -> Literal["open", "finished"] | None:
+        """Returns whether a session is open; None where the owner has none of that name."""
+        with self._lock:
+            row = self._base.execute(
+                "SELECT finished FROM sessions WHERE id = ? AND owner = ?", (session, owner)
+            ).fetchone()
+        return None if row is None else "finished" if row[0] else "open"
+
+    def finish_session(self, session: str) -> None:
+        with self._turn() as base:
+            base.execute("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))
+
+    def add_command(
+        self, *, request: str, owner: str, target: str, seq: int | None, kind: str, body: bytes, session: str | None
+    ) -> bool:
+        """Writes a command down, unless it has been already.
+
+        Args:
+            session: in which the target is made by the command; None where it is there.
+
+        Returns:
+            Whether it is new.
+
+        Raises:
+            AnotherRequest: a request of that name was another one.
+        """
+        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+        with self._turn() as base:
+            row = base.execute("SELECT digest, owner FROM commands WHERE request = ?", (request,)).fetchone()
+            if row is not None:
+                if row != (digest, owner):
+                    raise AnotherRequest(
+                        f"{request} was another request: give each request of a model or a sampler a number of its own."
+                    )
+                return False
+            if session is not None:
+                base.execute("INSERT INTO models (id, session, owner) VALUES (?, ?, ?)", (target, session, owner))
+            base.execute(
+                "INSERT INTO commands (request, owner, target, seq, kind, digest, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (request, owner, target, seq, kind, digest, body),
+            )
+        return True
+
+    def command(self, request: str, owner: str | None = None) -> Command | None:
+        """Returns a command; None where there is none of that name, or another owner's."""
+        found = self._commands("request = ? AND (? IS NULL OR owner = ?)", (request, owner, owner))
+        return found[0] if found else None
+
+    def waiting(self) -> list[Command]:
+        """Returns the commands that are to be executed, in the order of arrival."""
+        return self._commands("status = 'waiting'", ())
+
+    def since(self, model: str, seq: int) -> list[Command]:
+        """Returns the commands of a model after one, in their order."""
+        return sorted(self._commands("target = ? AND seq > ?", (model, seq)), key=lambda one: one.seq or 0)
+
+    def last_executed(self, model: str) -> int:
+        """Returns the number of the last of a model's commands that was executed; -1 for none."""
+        with self._lock:
+            (seq,) = self._base.execute(
+                "SELECT MAX(seq) FROM commands WHERE target = ? AND status != 'waiting'", (model,)
+            ).fetchone()
+        return -1 if seq is None else int(seq)
+
+    def _commands(self, where: str, values: Sequence[object]) -> list[Command]:
+        columns = "number, request, target, seq, kind, body, status, type, result"
+        with self._lock:
+            rows = self._base.execute(
+                f"SELECT {columns} FROM commands WHERE {where} ORDER BY number", tuple(values)
+            ).fetchall()
+        return [Command(**dict(zip(columns.split(", "), row, strict=True))) for row in rows]
+
+    def set_result(self, request: str, status: Status, type_: str, result: bytes, *, keep_body: bool) -> None:
+        """Writes a command's result down.
+
+        Args:
+            keep_body: whether a restart may have to execute the command again.
+        """
+        with self._turn() as base:
+            base.execute(
+                "UPDATE commands SET status = ?, type = ?, result = ?, done = ?, body = CASE WHEN ? THEN body END "
+                "WHERE request = ?",
+                (status, type_, result, time.time(), keep_body, request),
+            )
+
+    def forget_bodies(self, model: str, seq: int) -> None:
+        """Drops the bodies of a model's executed commands up to one."""
+        with self._turn() as base:
+            base.execute(
+                "UPDATE commands SET body = NULL WHERE target = ? AND seq <= ? AND status != 'waiting'", (model, seq)
+            )
+
+    def forget_results(self, before: float) -> None:
+        """Drops results that were written before a time, in seconds since 1970; their promises are lost."""
+        with self._turn() as base:
+            base.execute("UPDATE commands SET result = NULL WHERE done < ?", (before,))
+
+    def models(self, state: str) -> list[Model]:
+        """Returns the models in a state, in the order in which they were made."""
+        with self._lock:
+            rows = self._base.execute(
+                "SELECT id, session, adapter, state FROM models WHERE state = ? ORDER BY rowid", (state,)
+            ).fetchall()
+        return [Model(id=row[0], session=row[1], adapter=row[2], state=row[3]) for row in rows]
+
+    def model(self, model: str, owner: str) -> Model | None:
+        """Returns a model; None where the owner has none of that name."""
+        with self._lock:
+            row = self._base.execute(
+                "SELECT id, session, adapter, state FROM models WHERE id = ? AND owner = ?", (model, owner)
+            ).fetchone()
+        return None if row is None else Model(id=row[0], session=row[1], adapter=row[2], state=row[3])
+
+    def count_models(self, owner: str) -> int:
+        """Returns how many models of an owner are live or yet to be made."""
+        with self._lock:
+            (count,) = self._base.execute(
+                "SELECT COUNT(*) FROM models WHERE owner = ? AND state IN ('new', 'live')", (owner,)
+            ).fetchone()
+        return int(count)
+
+    def set_model(self, model: str, state: str, adapter: str | None = None) -> None:
+        with self._turn() as base:
+            base.execute(
+                "UPDATE models SET state = ?, adapter = COALESCE(?, adapter) WHERE id = ?", (state, adapter, model)
+            )
+
+    def add_sampler(self, sampler: str, session: str, owner: str, path: str | None) -> None:
+        """Writes a sampler down; does nothing where it is there."""
+        with self._turn() as base:
+            base.execute(
+                "INSERT OR IGNORE INTO samplers (id, session, owner, path) VALUES (?, ?, ?, ?)",
+                (sampler, session, owner, path),
+            )
+
+    def sampler(self, sampler: str, owner: str | None = None) -> tuple[str | None] | None:
+        """Returns the path of a sampler's weights, in a tuple; None where the owner has no such sampler."""
+        with self._lock:
+            row: tuple[str | None] | None = self._base.execute(
+                "SELECT path FROM samplers WHERE id = ? AND (? IS NULL OR owner = ?)", (sampler, owner, owner)
+            ).fetchone()
+        return row

@@ -1,0 +1,132 @@
+"""Completions of several requests in one run of the generation loop.
+
+A random number is a function of (seed, which of the request's completions, position, token), so that a request with a
+seed has the same completions whichever others it is executed with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.checkpoint.tokenizer_files import end_tokens
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.inference.generate import Answer, Generator, Request
+from engine.inference.model_part import InferenceStage, Parts
+from engine.inference.options import Limits, Sampling
+from engine.training.build import Training
+from rankfold.serving.commands import Sample
+
+_SEED_BITS = 31
+_STOPPED, _TOO_LONG = 0, 1
+_Completion = tuple[str, int]
+"""Name of a request, and which of its completions."""
+
+
+class Sampler:
+    """Samples from models that read one base.
+
+    Args:
+        folder: of the base, with its tokenizer.
+        slots: completions at a time; passes are always as large.
+        context: tokens of the longest row.
+    """
+
+    def __init__(self, folder: Path, *, slots: int, context: int) -> None:
+        self._folder, self._slots, self._context = folder, slots, context
+        self._tokenizer: Tokenizer = load_tokenizer(folder)
+        self._ends = end_tokens(folder, self._tokenizer.eos_id)
+
+    def run(self, training: Training, requests: Mapping[str, Sample]) -> dict[str, list[dict[str, Any]]]:
+        """Returns the fields of each request's SampledSequence messages.
+
+        Args:
+            training: the model.
+            requests: by name, which seeds those without a seed.
+        """
+        rounds: list[dict[int, _Completion]] = []
+        for name, request in requests.items():
+            for number in range(request.count):
+                row = (_seed(name, request) << (63 - _SEED_BITS)) + number
+                settings = _settings(request)
+                fits = (
+                    one
+                    for one in rounds
+                    if row not in one and _settings(requests[next(iter(one.values()))[0]]) == settings
+                )
+                found = next(fits, None)
+                if found is None:
+                    rounds.append(found := {})
+                found[row] = name, number
+        answers: dict[_Completion, Answer] = {}
+        for one in rounds:
+            answers |= self._run(training, one, requests)
+        return {
+            name: [_sequence(answers[name, number]) for number in range(request.count)]
+            for name, request in requests.items()
+        }
+
+    def _run(
+        self, training: Training, rows: Mapping[int, _Completion], requests: Mapping[str, Sample]
+    ) -> dict[_Completion, Answer]:
+        """Returns the answers of completions whose settings are the same."""
+        asked = [Request(row=row, ids=requests[name].prompt) for row, (name, _) in rows.items()]
+        request = requests[next(iter(rows.values()))[0]]
+        longest = max(len(one.ids) for one in asked)
+        new = request.max_tokens or self._context - longest
+        stops = frozenset(request.stop_ids) | (self._ends if request.ends else frozenset())
+        limits = Limits(
+            max_new_tokens=new, stop_ids=stops, stop_texts=request.stop_texts, slots=self._slots, prefill_tokens=4096
+        )
+        greedy = request.temperature == 0
+        mesh, partition = training.mesh, training.plan.partition
+        training.optimizer.flat.finish_publish()
+        stage = InferenceStage(
+            Parts(dict(zip(partition.parts(mesh.pp.rank), training.parts, strict=True)), partition.stage_rank),
+            tp=mesh.tp,
+            pp=mesh.pp,
+            sampling=Sampling(
+                temperature=request.temperature,
+                top_k=None if greedy else request.top_k,
+                top_p=1.0 if greedy else request.top_p,
+            ),
+            slots=self._slots,
+            length=longest + new,
+            new=new,
+            group=min(self._slots, max(one.count for one in requests.values())),
+            device=training.stages.step.device,
+            with_logps=True,
+            tokens_multiple=self._slots,
+        )
+        generator = Generator(stage, limits, self._tokenizer if request.stop_texts else None)
+        return {rows[answer.request.row]: answer for answer in generator.run(asked)}
+
+
+def _settings(request: Sample) -> tuple[object, ...]:
+    """Returns what completions of one run have in common; without max_tokens, prompts of one length."""
+    length = len(request.prompt) if request.max_tokens is None else 0
+    return (
+        request.max_tokens, request.temperature, request.top_k, request.top_p, request.stop_ids, request.stop_texts,
+        request.ends, length,
+    )  # fmt: skip
+
+
+def _seed(name: str, request: Sample) -> int:
+    made = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    return (made if request.seed is None else request.seed) % (1 << _SEED_BITS)
+
+
+def _sequence(answer: Answer) -> dict[str, Any]:
+    return {
+        "stop_reason": _TOO_LONG if answer.ending == "length" else _STOPPED,
+        "tokens": _bytes(answer.ids, np.int32),
+        "logprobs": _bytes(answer.logps, np.float32),
+    }
+
+
+def _bytes(values: Sequence[float], dtype: Any) -> bytes:
+    return np.asarray(values, dtype=dtype).tobytes()

@@ -1,0 +1,133 @@
+"""The server's process: opens the journal, starts the process that has the model, restores, and answers."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from engine.errors import UserError
+from rankfold.serving.dispatcher import Dispatcher
+from rankfold.serving.exchange import Backend, BackendLost, ServedModel
+from rankfold.serving.folder import ServerFolder
+from rankfold.serving.front import Front, Limits
+from rankfold.serving.journal import Journal
+
+_KEY = "tml-"
+"""The SDK refuses keys that begin otherwise."""
+_A_DAY = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where the server listens."""
+
+    host: str
+    port: int
+
+
+def read_keys(text: str | None) -> tuple[list[str], bool]:
+    """Returns the keys of clients, and whether they were made here.
+
+    Args:
+        text: of RANKFOLD_SERVE_KEYS, separated by commas.
+
+    Raises:
+        UserError: a key is too short, or begins otherwise than the SDK's keys. The sentence has no key.
+    """
+    keys = [key.strip() for key in (text or "").split(",") if key.strip()]
+    for number, key in enumerate(keys, 1):
+        if not key.startswith(_KEY) or len(key) < 20:
+            raise UserError(
+                f"key {number} of RANKFOLD_SERVE_KEYS does not begin with {_KEY}, as clients have it, or has fewer "
+                "than 20 characters: change it."
+            )
+    return (keys, False) if keys else ([_KEY + secrets.token_urlsafe(24)], True)
+
+
+def listen(address: Address) -> socket.socket:
+    """Returns a socket that listens.
+
+    Raises:
+        UserError: the address is taken, or none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address.host, address.port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"{address.host}:{address.port} cannot be listened at ({error.strerror or error}): give another --port or "
+            "--host."
+        ) from None
+    return listening
+
+
+def serve(backend: Backend, front: Front, journal: Journal, listening: socket.socket) -> str | None:
+    """Answers until the process is told to end, or the backend is lost.
+
+    Returns:
+        Why the backend was lost; None where it was not.
+    """
+    lost: list[str] = []
+    # clients keep connections for a minute
+    server = uvicorn.Server(uvicorn.Config(front.app(), log_level="warning", timeout_keep_alive=75))
+
+    def on_lost(sentence: str) -> None:
+        lost.append(sentence)
+        server.should_exit = True
+
+    dispatcher = Dispatcher(journal, backend, finished=front.finished, lost=on_lost)
+    dispatcher.restore()
+    front.dispatcher = dispatcher
+    dispatcher.start()
+    server.run(sockets=[listening])
+    dispatcher.stop()
+    return lost[0] if lost else None
+
+
+def run_server(
+    model: ServedModel, state: Path, address: Address, names: Sequence[str], keys: str | None, limits: Limits
+) -> None:
+    """Serves a model until the process is told to end.
+
+    Args:
+        model: which one.
+        state: the server's folder.
+        address: where it listens.
+        names: of the base.
+        keys: of RANKFOLD_SERVE_KEYS.
+        limits: on clients.
+
+    Raises:
+        UserError: the model, the keys or the folder cannot be used.
+    """
+    from rankfold.serving.model_process import ModelProcess
+
+    known, made = read_keys(keys)
+    listening = listen(address)
+    folder = ServerFolder(state)
+    journal = Journal(folder.journal)
+    journal.forget_results(time.time() - _A_DAY)
+    try:
+        backend = ModelProcess(model, folder)
+        front = Front(names=names, context=backend.context, keys=known, journal=journal, folder=folder, limits=limits)
+        print(f"serving {names[0]} at http://{address.host}:{address.port}, its state in {state}", flush=True)
+        if made:
+            print(f"key: {known[0]} (RANKFOLD_SERVE_KEYS sets others)", flush=True)
+        lost = serve(backend, front, journal, listening)
+    except BackendLost as error:
+        lost = str(error)
+    finally:
+        journal.close()
+    if lost is not None:
+        raise UserError(lost)
+    backend.close()

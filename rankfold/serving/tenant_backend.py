@@ -1,0 +1,349 @@
+"""Executes commands on one base whose tenants are the clients' models; see `rankfold.serving.exchange.Backend`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
+from engine.errors import UserError
+from engine.inference.generate import context_limit
+from engine.models.decoder import Decoder
+from engine.ops.attention.token_context import TokenContext
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.tenants.tenants import Tenants
+from engine.training.build import Training
+from rankfold.serving.adapter_file import Written, delete_expired, read_adapter, read_written, write_adapter
+from rankfold.serving.commands import (
+    Adapter,
+    ForwardBackward,
+    Sample,
+    Saved,
+    read_adam,
+    read_expiry,
+    read_forward_backward,
+    read_json,
+    read_name,
+    read_path,
+    read_sample,
+    whole_of,
+)
+from rankfold.serving.commands import read_adapter as read_adapter_options
+from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, ServedModel, Task, failure, success
+from rankfold.serving.folder import ServerFolder, sampler_of
+from rankfold.serving.losses import ClientLoss, TokenInputs, loss_sum
+from rankfold.serving.protobuf import encode
+from rankfold.serving.rows import documents_row, micro_batches
+from rankfold.serving.sampling import Sampler
+
+ALPHA = 32.0
+"""Numerator of the scale of every adapter, as the protocol's service has it."""
+_ATTENTION, _MLP = r".*attn\..*", r".*mlp\..*"
+
+
+class TenantBackend:
+    """The model with its adapters, in this process.
+
+    Args:
+        options: of the model.
+        folder: of the server.
+        launch, log: of this process.
+
+    Raises:
+        UserError: no such model, or one whose adapters cannot share a base.
+    """
+
+    def __init__(self, options: ServedModel, folder: ServerFolder, launch: Launch, log: Log) -> None:
+        if launch.world_size > 1:
+            raise UserError("rankfold serve runs in one process, but torchrun started several: start it without.")
+        self._options, self._folder = options, folder
+        self._tenants = Tenants(self._config(None), launch, log, tokens=options.tokens)
+        self._decoder = self._tenants.base.source.model.decoder
+        self.context = context_limit(self._decoder)
+        self._models: dict[str, tuple[int, Adapter]] = {}
+        self._losses: dict[str, ClientLoss] = {}
+        self._readers: dict[Adapter, tuple[int, Path | None]] = {}
+        """Tenants that sample saved weights: one of each kind of adapter, and the file that it has."""
+        self._sampler = Sampler(options.path, slots=options.slots, context=self.context)
+
+    def restore(self, model: str) -> Restored | None:
+        """See `rankfold.serving.exchange.Backend`."""
+        path = self._folder.model(model)
+        written = read_written(path)
+        if written is None:
+            return None
+        self._add(model, written.adapter)
+        read_adapter(path, self._training(model), written, optimizer=True)
+        answer = success(written.request, json.loads(written.answer), written.adapter)
+        return Restored(seq=written.seq, outcome=answer)
+
+    def execute(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """See `rankfold.serving.exchange.Backend`."""
+        kinds: dict[str, Callable[[Task], Outcome]] = {
+            "create_model": self._create,
+            "optim_step": self._step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save,
+            "load_weights": self._load,
+            "unload_model": self._unload,
+        }
+        if tasks[0].kind == "forward_backward":
+            return self._forward_backward(tasks)
+        if tasks[0].kind == "asample":
+            return self._sample(tasks)
+        return [_refused(task, kinds[task.kind]) for task in tasks]
+
+    def _config(self, adapter: Adapter | None) -> RunConfig:
+        options = self._options
+        lora = LoraOptions(rank=1)
+        if adapter is not None:
+            blocks = [name for name, wanted in ((_ATTENTION, adapter.train_attn), (_MLP, adapter.train_mlp)) if wanted]
+            targets = tuple(blocks + ["lm_head"] * adapter.train_unembed)
+            lora = LoraOptions(rank=adapter.rank, alpha=ALPHA, targets=targets, fused="none")
+        return RunConfig(
+            model=ModelOptions(
+                path=str(options.path),
+                dtype=options.dtype,
+                base_dtype=options.base_dtype,
+                kernels=options.kernels,
+            ),
+            lora=lora,
+            train=TrainOptions(seed=0 if adapter is None else adapter.seed),
+        )
+
+    def _add(self, model: str, adapter: Adapter) -> None:
+        self._losses[model] = ClientLoss()
+        self._models[model] = self._tenants.add(self._config(adapter), self._losses[model]), adapter
+
+    def _training(self, model: str) -> Training:
+        return self._tenants[self._models[model][0]]
+
+    def _create(self, task: Task) -> Outcome:
+        seed = int.from_bytes(hashlib.sha256(task.target.encode()).digest()[:4], "little") % 2**31
+        adapter = read_adapter_options(read_json(task.body), seed)
+        self._add(task.target, adapter)
+        answer = {"model_id": task.target, "type": "create_model"}
+        self._write(task, answer)
+        return success(task.request, answer, adapter)
+
+    def _write(self, task: Task, answer: Mapping[str, object]) -> None:
+        """Makes a model durable as it is after a task."""
+        write_adapter(
+            self._folder.model(task.target),
+            self._training(task.target),
+            self._models[task.target][1],
+            request=task.request,
+            seq=task.seq,
+            answer=json.dumps(dict(answer)),
+        )
+
+    def _forward_backward(self, tasks: Sequence[Task]) -> list[Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        training: list[tuple[Task, ForwardBackward]] = []
+        for task in tasks:
+            try:
+                request = read_forward_backward(task.body, vocab_size=self._decoder.vocab_size, limit=self.context)
+            except UserError as error:
+                outcomes[task.request] = failure(task.request, str(error))
+                continue
+            if request.forward_only:
+                outcomes[task.request] = self._forward(task, request)
+            else:
+                training.append((task, request))
+        if training:
+            batches, losses = {}, {}
+            for task, request in training:
+                number = self._models[task.target][0]
+                batches[number] = micro_batches(request, self._options.tokens)
+                self._losses[task.target].logps.clear()
+            # losses are sums over tokens, so that nothing is divided by how many there are
+            losses = self._tenants.gradients(batches, dict.fromkeys(batches, 1.0))
+            for task, request in training:
+                number, kept = self._models[task.target][0], self._losses[task.target].logps
+                logps = torch.cat([kept[place] for place in range(len(kept))])
+                answer = _forward_backward_answer(request, logps, float(losses[number]))
+                outcomes[task.request] = Outcome(
+                    request=task.request, good=True, type=PROTOBUF, body=answer, keeps=True
+                )
+        return [outcomes[task.request] for task in tasks]
+
+    def _forward(self, task: Task, request: ForwardBackward) -> Outcome:
+        batches = micro_batches(request, self._options.tokens)
+        parts = _log_probabilities(self._training(task.target), batches)
+        inputs = [batch.part(TokenInputs) for batch in batches]
+        loss = sum(float(loss_sum(logps, own)) for logps, own in zip(parts, inputs, strict=True) if own is not None)
+        body = _forward_backward_answer(request, torch.cat(parts), loss)
+        return Outcome(request=task.request, good=True, type=PROTOBUF, body=body)
+
+    def _step(self, task: Task) -> Outcome:
+        options, (number, _) = read_adam(read_json(task.body)), self._models[task.target]
+        training = self._tenants[number]
+        training.optimizer.set_options(
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            clip_grad_norm=options.grad_clip_norm,
+        )
+        # the gradient's norm alone decides whether the step is skipped: sums of losses have no limit
+        norm = self._tenants.update(number, options.learning_rate, torch.zeros(()))
+        training.optimizer.flat.finish_publish()
+        metrics = {"grad_norm": float(norm), "skipped": float(training.optimizer.skip)}
+        answer: dict[str, object] = {"metrics": {name: one for name, one in metrics.items() if np.isfinite(one)}}
+        self._write(task, answer)
+        return success(task.request, answer)
+
+    def _save(self, task: Task) -> Outcome:
+        request = read_json(task.body)
+        answer: dict[str, object]
+        if task.kind == "save_weights_for_sampler" and request.get("path") is None:
+            saved = self._folder.unnamed(task.target, task.seq)
+            number = whole_of(request, "sampling_session_seq_id", 0, 2**31)
+            answer = {"path": None, "sampling_session_id": sampler_of(task.target, number)}
+        else:
+            kind = "weights" if task.kind == "save_weights" else "sampler_weights"
+            saved = Saved(model=task.target, kind=kind, name=read_name(request, f"seq-{task.seq}"))
+            answer = {"path": str(saved)}
+        answer["type"] = task.kind
+        path = self._folder.saved(saved)
+        there = read_written(path)
+        if there is not None and there.request != task.request and request.get("overwrite") is not True:
+            raise UserError(f"{saved} is there already: save under another name, or set overwrite to true.")
+        training, adapter = self._training(task.target), self._models[task.target][1]
+        delete_expired(path.parent)
+        write_adapter(
+            path,
+            training,
+            adapter,
+            request=task.request,
+            seq=task.seq,
+            answer=json.dumps(answer),
+            expires=read_expiry(request),
+        )
+        for old in self._folder.old_unnamed(task.target):
+            old.unlink(missing_ok=True)
+        return success(task.request, answer)
+
+    def _load(self, task: Task) -> Outcome:
+        request = read_json(task.body)
+        saved, optimizer = read_path(request.get("path")), request.get("optimizer") is True
+        path, written = self._saved(saved)
+        made = task.target not in self._models
+        if made:
+            self._add(task.target, written.adapter)
+        adapter = self._models[task.target][1]
+        if replace(adapter, seed=0) != replace(written.adapter, seed=0):
+            raise UserError(
+                f"{saved} has rank {written.adapter.rank}, and other linears or another rank than this model, which "
+                f"has {adapter.rank}: load it into a model that is created from it."
+            )
+        read_adapter(path, self._training(task.target), written, optimizer=optimizer)
+        answer: dict[str, object] = {"path": str(saved), "model_id": task.target, "type": "load_weights"}
+        self._write(task, answer)
+        return success(task.request, answer, adapter if made else None)
+
+    def _saved(self, saved: Saved) -> tuple[Path, Written]:
+        path = self._folder.saved(saved)
+        written = read_written(path)
+        if written is None or (written.expires is not None and written.expires < time.time()):
+            raise UserError(
+                f"there are no weights at {saved}: they have expired, or are older unnamed ones, of which a model keeps "
+                "the newest."
+            )
+        return path, written
+
+    def _unload(self, task: Task) -> Outcome:
+        number, _ = self._models.pop(task.target)
+        del self._losses[task.target]
+        self._tenants.remove(number)
+        self._folder.model(task.target).unlink(missing_ok=True)
+        return success(task.request, {"model_id": task.target, "type": "unload_model"})
+
+    def _sample(self, tasks: Sequence[Task]) -> list[Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        requests: dict[str, Sample] = {}
+        try:
+            training = self._reader(tasks[0].target)
+        except UserError as error:
+            return [failure(task.request, str(error)) for task in tasks]
+        for task in tasks:
+            try:
+                requests[task.request] = read_sample(
+                    read_json(task.body), vocab_size=self._decoder.vocab_size, limit=self.context
+                )
+            except UserError as error:
+                outcomes[task.request] = failure(task.request, str(error))
+        answers = self._sampler.run(training, requests)
+        for name, request in requests.items():
+            scores = self._prompt_scores(training, request) if request.prompt_logprobs else None
+            body = encode("SampleResponse", {"sequences": answers[name], "prompt_logprobs": scores})
+            outcomes[name] = Outcome(request=name, good=True, type=PROTOBUF, body=body)
+        return [outcomes[task.request] for task in tasks]
+
+    def _reader(self, target: str) -> Training:
+        """Returns a model with saved weights, or the base for "".
+
+        Raises:
+            UserError: the weights are not there.
+        """
+        if not target:
+            return self._tenants.base
+        path, written = self._saved(read_path(target))
+        kind = replace(written.adapter, seed=0)
+        number, has = self._readers.get(kind, (None, None))
+        if number is None:
+            number = self._tenants.add(self._config(kind), ClientLoss())
+        if has != path:
+            self._readers[kind] = number, None
+            read_adapter(path, self._tenants[number], written, optimizer=False)
+            self._readers[kind] = number, path
+        return self._tenants[number]
+
+    def _prompt_scores(self, training: Training, request: Sample) -> bytes:
+        """Returns float32 log-probabilities of the prompt's tokens; NaN for the first, and for those not asked for."""
+        ids = np.asarray(request.prompt, np.int64)
+        scores = np.full(len(ids), np.nan, np.float32)
+        if len(ids) > 1:
+            (found,) = _log_probabilities(training, [documents_row([ids[:-1]], [ids[1:]])])
+            scores[1:] = found.cpu().numpy()
+        if request.last is not None:
+            scores[: -request.last] = np.nan
+        return scores.tobytes()
+
+
+def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:
+    try:
+        return execute(task)
+    except UserError as error:
+        return failure(task.request, str(error))
+
+
+def _log_probabilities(training: Training, batches: Sequence[Batch]) -> list[Tensor]:
+    """Returns fp32 [T] log-probabilities of each micro-batch's labels, without gradient."""
+
+    def read(model: Decoder, out: Tensor, batch: Batch, context: TokenContext) -> Tensor:
+        return -model.token_figures(out, batch, context).losses_T
+
+    return training.stages.read_head(list(batches), read) or []
+
+
+def _forward_backward_answer(request: ForwardBackward, logps_T: Tensor, loss: float) -> bytes:
+    ends = np.cumsum([0, *(len(datum.tokens) for datum in request.data)], dtype=np.int64) * 4
+    logps = {"data": logps_T.float().cpu().numpy().tobytes(), "offsets": ends.astype("<i8").tobytes(), "dtype": 1}
+    record = {"type_tag": "ArrayRecord", "fields": {"logprobs": logps}, "num_datums": len(request.data)}
+    return encode(
+        "ForwardBackwardOutput",
+        {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": [record], "metrics": {"loss:sum": loss}},
+    )

@@ -80,6 +80,7 @@ def _work(connection: Connection, parent: int, model: ServedModel, folder: Serve
     sys.stdout = sys.stderr  # the front's own lines are all that is on standard output
     try:
         backend = TenantBackend(model, folder, start(600.0, deterministic=False), Log(0))
+        backend.open_tokenizer()
         connection.send((True, backend.context))
         while True:
             name, args = connection.recv()

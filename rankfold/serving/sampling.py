@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,19 @@ class Sampler:
 
     def __init__(self, folder: Path, *, slots: int, context: int) -> None:
         self._folder, self._slots, self._context = folder, slots, context
-        self._tokenizer: Tokenizer = load_tokenizer(folder)
-        self._ends = end_tokens(folder, self._tokenizer.eos_id)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The base's tokenizer, which takes seconds to open.
+
+        Raises:
+            UserError: there is none that opens.
+        """
+        return load_tokenizer(self._folder)
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return end_tokens(self._folder, self.tokenizer.eos_id)
 
     def run(self, training: Training, requests: Mapping[str, Sample]) -> dict[str, list[dict[str, Any]]]:
         """Returns the fields of each request's SampledSequence messages.
@@ -102,7 +114,7 @@ class Sampler:
             with_logps=True,
             tokens_multiple=self._slots,
         )
-        generator = Generator(stage, limits, self._tokenizer if request.stop_texts else None)
+        generator = Generator(stage, limits, self.tokenizer if request.stop_texts else None)
         return {rows[answer.request.row]: answer for answer in generator.run(asked)}
 
 

@@ -79,6 +79,14 @@ class TenantBackend:
         """Tenants that sample saved weights: one of each kind of adapter, and the file that it has."""
         self._sampler = Sampler(options.path, slots=options.slots, context=self.context)
 
+    def open_tokenizer(self) -> None:
+        """Opens the tokenizer, which samples need.
+
+        Raises:
+            UserError: there is none that opens.
+        """
+        assert self._sampler.tokenizer is not None
+
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
         path = self._folder.model(model)
@@ -259,8 +267,8 @@ class TenantBackend:
         written = read_written(path)
         if written is None or (written.expires is not None and written.expires < time.time()):
             raise UserError(
-                f"there are no weights at {saved}: they have expired, or are older unnamed ones, of which a model keeps "
-                "the newest."
+                f"there are no weights at {saved}: they have expired, or are older unnamed ones, of which a model "
+                "keeps the newest."
             )
         return path, written
 

@@ -1,0 +1,283 @@
+"""The model's process: gradients and steps against PEFT and torch, samples against scores, files against memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.telemetry.log import Log
+from rankfold.benchmarking.small_run import SMALL_LLAMA, write_small_run
+from rankfold.serving.exchange import Outcome, ServedModel, Task
+from rankfold.serving.folder import ServerFolder
+from rankfold.serving.tenant_backend import ALPHA, TenantBackend
+from tests.serving.bodies import adam, datum, forward_backward, random_datum, read_output, read_samples, sample
+from tests.tenants.test_shared_base import SMALLER, launched
+
+VOCAB = SMALLER["vocab_size"]
+MODEL, OTHER = "s:train:0", "s:train:1"
+LORA = {MODEL: {"rank": 4, "seed": 3}, OTHER: {"rank": 2, "seed": 9, "train_unembed": False, "train_attn": False}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with random weights that transformers wrote."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("base")
+    write_small_run(folder, {**SMALL_LLAMA, **SMALLER})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(folder, initializer_range=0.1))
+    model.save_pretrained(folder)
+    return folder
+
+
+class Client:
+    """Executes commands of two models on a backend."""
+
+    def __init__(self, base: Path, state: Path) -> None:
+        self.folder = ServerFolder(state)
+        self.backend = TenantBackend(
+            ServedModel(path=base, dtype="float32", tokens=40, slots=4), self.folder, launched(), Log(1)
+        )
+        self.seq = {MODEL: 0, OTHER: 0}
+
+    def task(self, model: str, kind: str, body: bytes, **asked: Any) -> Task:
+        seq = self.seq[model]
+        self.seq[model] = seq + 1
+        body = body or json.dumps({"model_id": model, "seq_id": seq, **asked}).encode()
+        return Task(request=f"{model}:{seq}", kind=kind, target=model, seq=seq, body=body)
+
+    def do(self, model: str, kind: str, body: bytes = b"", **asked: Any) -> Outcome:
+        (outcome,) = self.backend.execute([self.task(model, kind, body, **asked)])
+        return outcome
+
+    def create(self, model: str) -> None:
+        assert self.do(model, "create_model", lora_config=LORA[model]).good
+
+    def train(self, model: str, data: list[dict[str, Any]], loss: str = "cross_entropy", **numbers: float) -> Outcome:
+        return self.do(model, "forward_backward", forward_backward(model, self.seq[model], data, loss, **numbers))
+
+    def score(self, model: str, data: list[dict[str, Any]]) -> tuple[float, list[Any]]:
+        body = forward_backward(model, self.seq[model], data, forward_only=True)
+        return read_output(self.do(model, "forward_backward", body).body)
+
+    def step(self, model: str, **options: float) -> Outcome:
+        return self.do(model, "optim_step", adam(model, self.seq[model], **options))
+
+    def samples(self, path: str, *bodies: bytes) -> list[Outcome]:
+        tasks = [Task(request=f"t:{n}", kind="asample", target=path, seq=n, body=one) for n, one in enumerate(bodies)]
+        return self.backend.execute(tasks)
+
+    def weights(self, model: str) -> dict[str, Tensor]:
+        entries = self.backend._training(model).stages.entries()
+        return {entry.name: entry.parameter.data for entry in entries if entry.sink is not None}
+
+
+@pytest.fixture
+def client(base: Path, tmp_path: Path) -> Client:
+    made = Client(base, tmp_path)
+    made.create(MODEL)
+    return made
+
+
+def data(seed: int, **inputs: float) -> list[dict[str, Any]]:
+    """Three documents that do not fit one micro-batch."""
+    lengths = (11, 25, 17)
+    return [
+        random_datum(length, seed + length, VOCAB, **{name: [one] * length for name, one in inputs.items()})
+        for length in lengths
+    ]
+
+
+def peft_model(base: Path, weights: Mapping[str, Tensor]) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    config = LoraConfig(r=4, lora_alpha=ALPHA, target_modules=linears)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    for name, tensor in peft_tensors(model).items():
+        tensor.data.copy_(weights[name])
+    return model
+
+
+def peft_tensors(model: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in model.named_parameters():
+        if "lora_" in name:
+            name = (
+                name.removeprefix("base_model.model.")
+                .removeprefix("model.")
+                .replace(".default.weight", "")
+                .replace("self_attn", "attention")
+            )
+            found[name] = tensor
+    return found
+
+
+def losses_of(model: Any, some: list[dict[str, Any]], weights: list[list[float]]) -> Tensor:
+    """The sum of weighted losses, by transformers and torch."""
+    total = torch.zeros(())
+    for one, weight in zip(some, weights, strict=True):
+        tokens = torch.from_numpy(np.frombuffer(one["model_input"][0]["encoded_text"]["tokens"], "<i4").astype(int))
+        targets = torch.from_numpy(np.frombuffer(one["loss_fn_inputs"]["target_tokens"]["dense"], "<i8").copy())
+        logits = model(input_ids=tokens[None]).logits[0]
+        each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        total = total + (each * torch.tensor(weight)).sum()
+    return total
+
+
+def test_it_trains_as_peft_and_torch_do(client: Client, base: Path) -> None:
+    peft = peft_model(base, client.weights(MODEL))
+    options = {"learning_rate": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.1}
+    for step, (clip, rate) in enumerate(((0.0, 1e-2), (0.5, 3e-3), (0.0, 2e-2))):
+        own = {**options, "learning_rate": rate, "grad_clip_norm": clip}
+        optimizer: torch.optim.AdamW
+        if step == 0:
+            optimizer = torch.optim.AdamW(peft_tensors(peft).values(), betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        for part in range(2):  # two requests in one step
+            some = data(100 * step + part, weights=0.5)
+            loss, _ = read_output(client.train(MODEL, some).body)
+            expected = losses_of(peft, some, [[0.5] * 11, [0.5] * 25, [0.5] * 17])
+            expected.backward()
+            assert loss == pytest.approx(expected.item(), rel=1e-5)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(peft_tensors(peft).values(), clip)
+        optimizer.step()
+        assert client.step(MODEL, **own).good
+    found = client.weights(MODEL)
+    for name, tensor in peft_tensors(peft).items():
+        distance = (found[name] - tensor.data).norm() / tensor.data.norm()
+        assert distance < 1e-4, (name, distance)
+
+
+def test_neighbours_change_nothing(client: Client, base: Path, tmp_path: Path) -> None:
+    client.create(OTHER)
+    alone = Client(base, tmp_path / "alone")
+    alone.create(OTHER)
+    for step in range(2):
+        bodies = {
+            MODEL: forward_backward(MODEL, client.seq[MODEL], data(step)),
+            OTHER: forward_backward(
+                OTHER, client.seq[OTHER], data(step + 50, logprobs=-4.0, advantages=0.7), "importance_sampling"
+            ),
+        }
+        tasks = [client.task(model, "forward_backward", body) for model, body in bodies.items()]
+        assert [one.good for one in client.backend.execute(tasks)] == [True, True]
+        assert alone.do(OTHER, "forward_backward", bodies[OTHER]).good
+        assert client.step(MODEL).good and client.step(OTHER).good and alone.step(OTHER).good
+    expected = alone.weights(OTHER)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in expected} == {"gate_proj", "up_proj", "down_proj"}
+    for name, tensor in client.weights(OTHER).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_samples_have_the_scores_of_training(client: Client) -> None:
+    for step in range(2):
+        client.train(MODEL, data(step))
+        client.step(MODEL, learning_rate=1e-2)
+    path = json.loads(client.do(MODEL, "save_weights_for_sampler", path="a").body)["path"]
+    body = sample("t", 0, [5, 6, 7], 3, max_tokens=8, seed=8, stop=[], prompt_logprobs=True)
+    first, other, again = client.samples(path, body, sample("t", 1, [9, 9], 2, max_tokens=8, seed=5), body)
+    sequences, scores = read_samples(first.body)
+    assert first.body == again.body and len(read_samples(other.body)[0]) == 2
+    assert np.isnan(scores[0]) and not np.isnan(scores[1:]).any()
+    assert len({tuple(tokens) for tokens, _, _ in sequences}) > 1
+    largest = 0.0
+    for tokens, logps, _ in sequences:
+        ids = [5, 6, 7, *tokens]
+        _, (trained,) = client.score(MODEL, [datum(ids[:-1], ids[1:])])
+        largest = max(largest, float(np.abs(trained - np.asarray(scores[1:] + logps, np.float32)).max()))
+    assert largest < 5e-6
+    assert 1 not in sequences[0][0], "the end token"
+    for ending in ({"stop": [sequences[0][0][2]]}, {"stop": f"w{sequences[0][0][2]}"}):
+        (found,) = client.samples(path, sample("t", 0, [5, 6, 7], 1, max_tokens=8, seed=8, **ending))
+        ((tokens, _, reason),) = read_samples(found.body)[0]
+        assert tokens == sequences[0][0][:3] and reason == 0
+    (base,) = client.samples("", sample("t", 0, [5, 6, 7], 1, max_tokens=8, seed=8, temperature=0, stop=[]))
+    assert read_samples(base.body)[0][0][2] == 1
+
+
+def test_files_bring_a_model_back(client: Client, base: Path, tmp_path: Path) -> None:
+    client.train(MODEL, data(0))
+    assert client.step(MODEL).good
+    expected = {name: tensor.clone() for name, tensor in client.weights(MODEL).items()}
+    assert client.do(MODEL, "save_weights", path="one").good
+    refused = client.do(MODEL, "save_weights", path="one")
+    assert b"is there already" in refused.body and client.do(MODEL, "save_weights", path="one", overwrite=True).good
+    client.train(MODEL, data(1))  # a gradient that no step has taken
+    later = Client(base, tmp_path)
+    restored = later.backend.restore(MODEL)
+    assert restored is not None and restored.seq == 2
+    assert json.loads(restored.outcome.body)["metrics"]["skipped"] == 0.0
+    later.seq[MODEL] = 7
+    bodies = [forward_backward(MODEL, 7, data(1)), adam(MODEL, 8)]
+    for one in (client, later):
+        if one is later:
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in one.weights(MODEL).items())
+            one.do(MODEL, "forward_backward", bodies[0])
+        one.do(MODEL, "optim_step", bodies[1])
+    for name, tensor in client.weights(MODEL).items():
+        assert torch.equal(tensor, later.weights(MODEL)[name]), name
+    path = "tinker://s:train:0/weights/one"
+    for optimizer in (True, False):
+        assert later.do(MODEL, "load_weights", path=path, optimizer=optimizer).good
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in later.weights(MODEL).items())
+        assert float(later.backend._training(MODEL).optimizer.step_count) == float(optimizer)
+    later.create(OTHER)
+    assert b"rank" in later.do(OTHER, "load_weights", path=path, optimizer=True).body
+    assert later.do(MODEL, "unload_model").good and later.backend.restore(MODEL) is None
+
+
+WRONG: tuple[tuple[str, bytes, str], ...] = (
+    ("forward_backward", forward_backward(MODEL, 1, data(0), "stable_reinforce"), "set loss_fn to importance_sampling"),
+    ("forward_backward", forward_backward(MODEL, 1, data(0), "custom"), "must be one of cross_entropy"),
+    ("forward_backward", forward_backward(MODEL, 1, data(0), beta=1.0), "cross_entropy takes nothing"),
+    ("forward_backward", forward_backward(MODEL, 1, data(0, mask=1.0)), "which no loss here reads"),
+    ("forward_backward", forward_backward(MODEL, 1, data(0, weights=float("nan"))), "not finite"),
+    ("forward_backward", forward_backward(MODEL, 1, [random_datum(4, 0, 999)]), "but the model has 96"),
+    ("forward_backward", forward_backward(MODEL, 1, []), "has no data"),
+    (
+        "forward_backward",
+        forward_backward(MODEL, 1, [{"model_input": [{"dmel": {}}], "loss_fn_inputs": {}}]),
+        "a chunk of dmel",
+    ),
+    ("optim_step", adam(MODEL, 1, learning_rate=-1.0), "learning_rate is -1.0"),
+    ("optim_step", b"[]", "no mapping"),
+    ("optim_step", b'{"adam_params": {"beta1": 1}}', "beta1 is 1"),
+    ("save_weights", b'{"path": "../x"}', "a name of at most 128 letters"),
+    ("load_weights", b'{"path": "tinker://a/weights/../b"}', "no path of saved weights"),
+    ("load_weights", b'{"path": "tinker://a/weights/b"}', "there are no weights at"),
+)
+
+
+def test_what_is_wrong_is_refused(client: Client) -> None:
+    for kind, body, sentence in WRONG:
+        outcome = client.do(MODEL, kind, body)
+        assert not outcome.good and sentence in json.loads(outcome.body)["error"], (kind, sentence, outcome.body)
+    for body, sentence in (
+        (sample("t", 0, [], 1), "at least one token"),
+        (sample("t", 0, [3], 1, max_tokens=10**6), "set max_tokens to"),
+        (sample("t", 0, [3], 1, temperature=-1.0), "temperature is -1.0"),
+        (sample("t", 0, [3], 0), "num_samples is 0"),
+    ):
+        (outcome,) = client.samples("", body)
+        assert sentence in json.loads(outcome.body)["error"], sentence
+    assert client.train(MODEL, data(0)).good
+
+
+def test_a_damaged_file_is_refused(client: Client) -> None:
+    path = client.folder.model(MODEL)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError, match="is damaged"):
+        client.backend.restore(MODEL)

@@ -182,8 +182,18 @@ class LaunchCounter(EagerMode):
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self._one_kernel():
                 out = function(*args, **kwargs)
-            launches, nbytes, flops = cost(*args, **kwargs)
-            self.launches.append(Launch(name, nbytes, flops, count=launches))
+            taken = cost(*args, **kwargs)
+            self.launches.append(
+                Launch(
+                    name,
+                    taken.nbytes,
+                    taken.flops,
+                    taken.result,
+                    taken.kind,
+                    count=taken.launches,
+                    products=taken.products,
+                )
+            )
             return out
 
         return counted

@@ -19,11 +19,18 @@ class Cost(NamedTuple):
         launches: kernels.
         nbytes: read and written.
         flops: of its products.
+        kind: "grouped product" for products of many experts, which have a speed of their own; see
+            `engine.planning.launches.Launch`.
+        result: rows and columns of such a product, of each expert; None for all else.
+        products: how many of them.
     """
 
     launches: int
     nbytes: int
     flops: float = 0.0
+    kind: str = "kernel"
+    result: tuple[int, int] | None = None
+    products: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,7 +107,14 @@ class _Graph:
             self._warmup += 1
             return self._function()
         if self._graph is None:
-            self._graph = capture.capture(self._function, pool)
+            try:
+                self._graph = capture.capture(self._function, pool)
+            except RuntimeError as error:
+                error.add_note(
+                    "Decode passes were being captured; rollout.cuda_graph none, or --cuda-graph none of "
+                    "rankfold generate, launches each kernel."
+                )
+                raise
         self._graph.replay()
         return self._graph.outputs
 
@@ -129,17 +136,14 @@ class DecodeGraphs:
     """The decode passes of one cache.
 
     Args:
-        prepare: computes passes.
         cache: of the rows.
         capture: the way to capture.
         widths: see `pass_widths`.
         last_W: int64, the newest token of the row in each slot, for as many rows as the widest pass has.
     """
 
-    def __init__(
-        self, prepare: Prepare, cache: KeyValues, capture: Capture, *, widths: Sequence[int], last_W: Tensor
-    ) -> None:
-        self._prepare, self._cache, self._capture, self._widths = prepare, cache, capture, widths
+    def __init__(self, cache: KeyValues, capture: Capture, *, widths: Sequence[int], last_W: Tensor) -> None:
+        self._cache, self._capture, self._widths = cache, capture, widths
         self._last_W, self._pool = last_W, capture.new_pool()
         self._tables = {
             capacity: torch.zeros((widths[-1], table.table.shape[1]), dtype=torch.int32, device=last_W.device)
@@ -151,11 +155,12 @@ class DecodeGraphs:
         """Returns the width of a pass of `count` rows."""
         return next(width for width in self._widths if width >= count)
 
-    def launch(self, packed: np.ndarray, *, adapters: bool) -> HostCopy:
+    def launch(self, packed: np.ndarray, prepare: Prepare, *, adapters: bool) -> HostCopy:
         """Launches a pass.
 
         Args:
             packed: of `packed_inputs`, as wide as `width` says.
+            prepare: computes passes; what it returns is kept as long as the graphs, itself is not.
             adapters: whether the pass computes them; such passes have graphs of their own.
 
         Returns:
@@ -165,7 +170,7 @@ class DecodeGraphs:
         key = packed.shape[1], longest, adapters
         one = self._by_shape.get(key)
         if one is None:
-            one = self._by_shape[key] = self._made(packed, longest)
+            one = self._by_shape[key] = self._made(packed, prepare, longest)
         with self._capture.running():
             for capacity, table in self._cache.tables.items():
                 if table.changed:  # rows between them are sent too
@@ -177,12 +182,12 @@ class DecodeGraphs:
                 one.copies.launch(self._capture, self._pool)
             return HostCopy(*one.pass_.launch(self._capture, self._pool))  # before the next one overwrites it
 
-    def _made(self, packed: np.ndarray, longest: int) -> _Shape:
+    def _made(self, packed: np.ndarray, prepare: Prepare, longest: int) -> _Shape:
         """Makes the static tensors of a shape."""
         width, cache = packed.shape[1], self._cache
         on_device = torch.zeros(packed.shape, dtype=torch.int64, device=self._last_W.device)
         inputs = PassInputs.of(on_device)
-        run = self._prepare(inputs, self._last_W[:width])
+        run = prepare(inputs, self._last_W[:width])
         tables = {capacity: table[:width] for capacity, table in self._tables.items()}
 
         def compute() -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -158,7 +159,7 @@ class InferenceStage:
         """What the passes do without and why, in a sentence each."""
         self._graphs: DecodeGraphs | None = None
         if capture is not None and no_graphs is None:
-            self._graphs = DecodeGraphs(self._prepared_pass, self.cache, capture, widths=widths, last_W=self._last)
+            self._graphs = DecodeGraphs(self.cache, capture, widths=widths, last_W=self._last)
 
     def _obstacle(self, first: Decoder) -> str | None:
         """Returns why passes cannot be graphs, in one sentence; None where they can."""
@@ -265,7 +266,7 @@ class InferenceStage:
         written = self.cache.write(places, fill=width - count)
         packed = packed_inputs(positions, rows, [place + 1 for place in places], written)
         if self._graphs is not None:
-            return Chosen(self._graphs.launch(packed, adapters=self.adapters), count)
+            return Chosen(self._graphs.launch(packed, self._prepared_pass, adapters=self.adapters), count)
         inputs = PassInputs.of(sent(torch.from_numpy(packed), self.device))
         cache = self.cache.next_pass(written, inputs.written, count)
         tokens = self._last[:width].clone()  # the pass overwrites them
@@ -278,10 +279,12 @@ class InferenceStage:
         width = len(last_N)
         batch = _batch(last_N[:, None], inputs.rotations_N[:, None], (1,) * width)
         slots = torch.arange(min(width, self.slots), device=self.device)
+        stage = weakref.proxy(self)  # in a cycle of references the cache would outlive its last use
 
         def run(cache: NextPass) -> Tensor:
-            logits = self._logits(batch, cache, None)
-            return self._tokens(logits, slots, inputs.rows_N[: len(slots)], inputs.places_N[: len(slots)])
+            logits = stage._logits(batch, cache, None)
+            found: Tensor = stage._tokens(logits, slots, inputs.rows_N[: len(slots)], inputs.places_N[: len(slots)])
+            return found
 
         return run
 

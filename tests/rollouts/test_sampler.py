@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +25,7 @@ from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
 from engine.training.prepared_run import PreparedRun
 from tests.support.generation import lasting_tensors
-from tests.support.graph_stand_in import FunctionCapture
+from tests.support.graph_stand_in import Again, FunctionCapture
 from tests.support.rollout_runs import prepared, rollout_settings
 
 END = frozenset((0,))
@@ -181,6 +183,27 @@ def test_graphs_change_no_number_and_outlive_an_update(run: PreparedRun, monkeyp
         for master, value in zip(masters, before, strict=True):
             master.copy_(value)
         flat.publish()
+
+
+def test_a_cache_with_graphs_is_freed_with_its_last_use(run: PreparedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when Python next looks for cycles: training needs the memory at once."""
+    alive, captures = list[Any](), list[Again]()
+
+    def noted(*arguments: Any, **more: Any) -> InferenceStage:
+        captures.append(Again())
+        stage = InferenceStage(*arguments, **{**more, "capture": captures[-1]})
+        alive.append(weakref.ref(stage))
+        alive.extend(weakref.ref(layer.keys) for layer in stage.cache.layers.values())
+        return stage
+
+    monkeypatch.setattr(trained_sampler, "InferenceStage", noted)
+    gc.disable()
+    try:
+        sampled(run, prompts_of(run, 6))
+        assert captures[0].replays > 10
+        assert len(alive) > 1 and not any(one() is not None for one in alive)
+    finally:
+        gc.enable()
 
 
 def assert_equal(found: Sequence[Sampled], expected: Sequence[Sampled]) -> None:

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from engine.errors import UserError
-from engine.layers.graph_capture import Captured
 from rankfold.benchmarking import decode
 from rankfold.benchmarking.decode import GRAPHS, LAUNCHED
 from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.sections import DecodeOptions
+from tests.support.graph_stand_in import Again
 
 CPU = torch.device("cpu")
 OPTIONS = DecodeOptions(
     hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=131, rank=4, prompt=9, new=7, batches="64",
     repeats=2, device="cpu",
 )  # fmt: skip
-
-
-class Again:
-    """A capture whose graphs run the function again; `wrong` tokens more of them."""
-
-    def __init__(self, wrong: int = 0) -> None:
-        self._wrong = wrong
-        self.replays = 0
-
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def new_pool(self) -> Any:
-        return None
-
-    def capture(self, function: Captured, pool: Any) -> _Again:
-        return _Again(self, function)
-
-
-class _Again:
-    outputs: tuple[Tensor, ...] = ()
-
-    def __init__(self, capture: Again, function: Captured) -> None:
-        self._capture, self._function = capture, function
-
-    def replay(self) -> None:
-        self._capture.replays += 1
-        self.outputs = tuple(one + self._capture._wrong for one in self._function())
 
 
 def test_kinds_are_compared_and_timed() -> None:

@@ -27,7 +27,7 @@ from engine.layers.storage import StorageUser
 from engine.models import stage_message
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
-from engine.ops.attention.token_context import ContextPart, TokenContext
+from engine.ops.attention.token_context import AdapterChoice, ContextPart, TokenContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +96,14 @@ class SharingDecoder(Decoder):
         adapters: bool = True,
         carried: Sequence[Tensor | None] = (),
         parts: Sequence[ContextPart] = (),
+        choice: AdapterChoice | None = None,
     ) -> TokenContext:
         beside = Beside(
             sources=frozenset(one.source for one in self.config.shared_keys), ids_T=batch.tokens_BS.flatten()
         )
         if carried:
             self._take(beside, carried, batch)
-        return super().context(batch, step, training=training, adapters=adapters, parts=(*parts, beside))
+        return super().context(batch, step, training=training, adapters=adapters, parts=(*parts, beside), choice=choice)
 
     def _take(self, beside: Beside, carried: Sequence[Tensor | None], batch: Batch) -> None:
         """Fills in what the part before sent."""

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.errors import UserError
+
+_ROOT = Path(__file__).resolve().parents[2]
 Captured = Callable[[], tuple[Tensor, ...]]
 
 
@@ -43,7 +48,11 @@ class Capture(Protocol):
         """Returns memory for captures to share that are replayed in the order in which they were captured."""
 
     def capture(self, function: Captured, pool: Any) -> Replayable:
-        """Runs `function` once without effect on the device; inside `running`, between steps."""
+        """Runs `function` once without effect on the device; inside `running`, between steps.
+
+        Raises:
+            UserError: it launches what no graph takes.
+        """
 
 
 class _CudaGraph:
@@ -79,6 +88,30 @@ class CudaCapture:
 
     def capture(self, function: Captured, pool: Any) -> Replayable:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = function()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except RuntimeError as error:
+            if (sentence := _refusal(error)) is None:
+                raise
+            raise UserError(sentence) from error
         return _CudaGraph(graph, outputs)
+
+
+def _refusal(error: BaseException) -> str | None:
+    """Returns the sentence where CUDA refuses to capture; None for any other error.
+
+    The end of a capture that is broken raises too, so the error that broke it is the first of the chain. Work of the
+    host has been done halfway, so that going on without a graph would need the state before.
+    """
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(earlier)
+    if not any("captur" in str(one) for one in chain):
+        return None
+    frames = [frame for frame in extract_tb(chain[-1].__traceback__) if _ROOT in Path(frame.filename).parents]
+    place = f", at {Path(frames[-1].filename).relative_to(_ROOT)}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"a CUDA graph cannot be captured here ({str(chain[-1]).splitlines()[0]}{place}): set memory.cuda_graph, or "
+        "rollout.cuda_graph where completions are sampled, to none."
+    )

@@ -42,7 +42,8 @@ class Simulation:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """The fraction of the makespan in which each rank is idle."""
-        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+        # never below 0, where the two are sums of the same times in another order
+        return tuple(max(1 - busy / self.makespan, 0.0) if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:

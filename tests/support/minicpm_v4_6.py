@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.support.shared_data import shared
 
 KINDS = ("minicpmv4_6", "minicpmv4_7")
@@ -33,6 +35,7 @@ def written(kind: str, folder: Path, *, behind: str = "\n", more: dict[str, Any]
         more: further entries of config.json.
         options: of the image processor.
     """
+    pytest.importorskip("transformers.models.minicpmv4_7", reason="this transformers has no MiniCPM-V 4.7")
     from transformers import PreTrainedTokenizerFast
     from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
     from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor

@@ -133,6 +133,23 @@ def test_what_cannot_run_is_said(changed: dict, sentence: str):
     assert sentence in (why_not_varlen(**{**SETTING, **changed}) or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("_flash_attention_forward", torch.ops.aten._flash_attention_backward),
+        ("_flash_attention_backward", torch.ops.aten._flash_attention_forward),
+        ("_flash_attention_forward", None),
+    ],
+)
+def test_another_torchs_ops_are_not_called(name: str, taken: object, monkeypatch: pytest.MonkeyPatch):
+    """They are private, so that their arguments may change; packed rows then go document by document, and say why."""
+    monkeypatch.setattr(torch.ops.aten, name, taken, raising=False)
+    choice = _choose("auto")
+    assert choice.kernels is FAST and not choice.on_device and f"has another aten.{name} than torch" in choice.sentence
+    with pytest.raises(UserError, match=f"model.attention is flash2, but torch .* has another aten.{name}"):
+        _choose("flash2")
+
+
 @pytest.mark.parametrize("changed", [{}, {"dtype": torch.float16}])
 def test_what_can_run(changed: dict):
     assert why_not_varlen(**{**SETTING, **changed}) is None

@@ -23,6 +23,14 @@ from engine.ops.kernels import Attention, Kernels
 
 _BLOCK = 128
 """Queries of a block of threads of the flash kernels."""
+_ENDS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
+_ARGUMENTS = {
+    "_flash_attention_forward": ("query", "key", "value", *_ENDS, "return_debug_mask"),
+    "_flash_attention_backward": ("grad_out", "query", "key", "value", "out", "logsumexp", *_ENDS),
+}
+"""The first arguments of torch's flash ops, as they are called here; torch may change them, the ops are private."""
+_RESULTS = {"_flash_attention_forward": 2, "_flash_attention_backward": 3}
+"""The least number of results of each."""
 
 
 def flash_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
@@ -156,7 +164,7 @@ def choose_attention(
     if why is not None and wanted != "auto":
         raise UserError(f"model.attention is {wanted}, but {why}: set model.attention to auto.")
     if why is None and not packed and wanted == "auto":
-        why = "rows hold one document each, which share a call"
+        why = "rows hold one document each, which share a call; the first of a length may wait for cuDNN's plan"
     if why is None:
         from engine.ops.attention.flash import choose_flash
 
@@ -193,4 +201,16 @@ def why_not_varlen(kernels: Kernels, *, device: torch.device, dtype: torch.dtype
         return "the reference backend was asked for"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash kernels compute in bfloat16 or float16, not in {dtype}"
+    return why_not_torchs_ops()
+
+
+def why_not_torchs_ops() -> str | None:
+    """Returns why this torch's flash ops cannot be called as they are here; None where they can."""
+    for name, arguments in _ARGUMENTS.items():
+        op = getattr(torch.ops.aten, name, None)
+        schema = None if op is None else op.default._schema
+        found = () if schema is None else tuple(argument.name for argument in schema.arguments)
+        fits = found[: len(arguments)] == arguments and "scale" in found
+        if schema is None or not fits or len(schema.returns) < _RESULTS[name]:
+            return f"torch {torch.__version__} has another aten.{name} than torch 2.11 to 2.13, which this engine calls"
     return None

@@ -80,6 +80,12 @@ MISTAKES: dict[str, Callable[[], None]] = {
         "dh_TR, da_IR, input_precision=PRECISION)",
         "dh_TR, da_IR, input_precision=PRECISION).to(tl.bfloat16).to(tl.float32)",
     ),
+    "largest float": _edit(
+        "quantize",
+        "store_row_codes",
+        "tl.max(magnitude_bits(x_TF), 1)",
+        "tl.max(tl.abs(x_TF), 1).to(tl.int32, bitcast=True)",
+    ),
     "unwritten sums": _edit(
         "state_space", "_inputs_kernel", "    tokens_L =", "    if start >= end:\n        return\n    tokens_L ="
     ),

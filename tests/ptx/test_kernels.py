@@ -92,6 +92,11 @@ PLANTED = {
         "test_triton_lora.py::test_a_gradient[(150, 290, 270, 24)-None-cpu-bfloat16]",
         "AssertionError",
     ),
+    "largest float": (
+        80,
+        "test_triton_quantize.py::test_a_row_of_the_epilogue_that_is_not_finite[cpu-bfloat16]",
+        "AssertionError|assert ",
+    ),
     "unwritten sums": (
         80,
         "test_triton_hybrids.py::test_state_space[a program without a chunk-cpu-float32]",

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tests.ptx.instructions.table import families
+
 if TYPE_CHECKING:
     from tests.ptx.launching import Launches
 
@@ -18,6 +20,11 @@ def report(launches: Launches) -> Iterator[str]:
     yield (
         f"PTX of sm_{launches.arch}: {launches.count} launches of {len(launches.kernels)} compiled kernels, "
         f"{opcodes.total()} instructions of {len(opcodes)} kinds"
+    )
+    known = families()
+    missed = sorted(known - {name.partition(".")[0] for name in opcodes})
+    yield f"  of {len(known)} families of instructions all" + (
+        f" but {len(missed)}: {', '.join(missed)}" if missed else ""
     )
     cells = [f"{name} {times}" for name, times in sorted(opcodes.items())]
     width = max(map(len, cells), default=0) + 2

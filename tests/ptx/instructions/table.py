@@ -10,6 +10,8 @@ from tests.ptx.program import Instruction, Program
 
 Decode = Callable[[Instruction], Execute]
 _FAMILIES: dict[str, Decode] = {}
+CONTROL = frozenset({"bra", "ret", "bar"})
+"""Executed by `tests.ptx.machine`."""
 
 
 def family(*names: str) -> Callable[[Decode], Decode]:
@@ -22,6 +24,11 @@ def family(*names: str) -> Callable[[Decode], Decode]:
         return decode
 
     return enter
+
+
+def families() -> frozenset[str]:
+    """Returns the first words of all instructions that are known; the machine itself executes branches and barriers."""
+    return frozenset(_FAMILIES) | CONTROL
 
 
 def unknown(instruction: Instruction) -> Fault:

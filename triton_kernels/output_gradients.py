@@ -123,8 +123,8 @@ def output_gradients(
     ranks, outputs, options = dot_blocks(dy_TO, widest, most)
     if outputs == 128 and ranks <= 32:  # halves the partial sums of dH
         outputs, options = power_of_2(most, 128, 256), {**options, "num_warps": 8}
-    # A shorter tile feeds Hopper's asynchronous product of dB and a synchronous one of dH. Triton keeps one buffer for
-    # it, which the copy of the next tile overwrites before the first has been waited for.
+    # A shorter tile feeds Hopper's asynchronous product of dB and a synchronous one of dH. Triton 3.9 keeps one buffer
+    # for it, which the copy of the next tile overwrites before the first product has been waited for.
     tokens = 64 if multiplies_in_shared_memory(dy_TO.device) else power_of_2(num_tokens, SMALLEST_DOT, 64)
     first_blocks, num_blocks = [], 0
     for one in sections:

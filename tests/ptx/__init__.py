@@ -22,4 +22,7 @@ are written, barriers that a part of a block reaches, atomic operations, grids t
 Not seen: other races within a warp, products and sums that an assembler fuses and Triton did not, the order in which a
 tensor core sums (here in fp64, rounded once) and the last bits of its approximate functions, tensor memory and
 descriptors of later GPUs, and time. An instruction that no kernel has needed yet is refused.
+
+With Triton 3.6, products of Hopper that read what cp.async wrote fail here: it puts no fence between them, which later
+versions do (triton-lang/triton, pull request 9610).
 """

@@ -65,6 +65,15 @@ def test_early_parts_are_rehearsed() -> None:
         assert (rehearsed.name, rehearsed.tool, rehearsed.seconds) == (part.name, part.tool, part.seconds)
 
 
+def test_the_page_has_the_early_parts_and_their_limits() -> None:
+    page = (ROOT / "docs" / "gpu-first-hour.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \|[^|]*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert [(name, float(most)) for name, _, most in rows] == [
+        (part.name, part.seconds) for part in PARTS if part.early
+    ]
+    assert sum(int(expected) for _, expected, _ in rows) <= first_hour.TEN_MINUTES
+
+
 FOR_A_GPU = re.compile(r"mark\.gpu\b|^@(long_)?places", re.MULTILINE)
 
 

@@ -10,6 +10,7 @@ from engine.config.lora import LoraOptions
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
+from rankfold.planning import time_report
 from rankfold.planning.memory_question import GIB, Answer, answer_for
 from rankfold.planning.memory_report import table
 
@@ -59,11 +60,11 @@ def report(reserve: float) -> str:
     rows, layouts = [("model", "tokens", "GPUs", "GiB", "tokens/s per GPU")], ["layout"]
     for example in EXAMPLES:
         gpus = f"{example.devices} x {example.gpu_memory:g}"
-        found = example.answer(reserve).found
+        answer = example.answer(reserve)
+        found = answer.found
         if found.fitting:
             best = found.fitting[0]
-            assert best.time is not None
-            speed = f"{best.time.tokens_per_second / example.devices:,.0f}"
+            speed = time_report.tokens(time_report.range_of(best, answer.machine), example.devices)
             peak, what = best.peak, best.label()
         else:
             smallest = found.too_large[0]
@@ -74,5 +75,5 @@ def report(reserve: float) -> str:
         layouts.append(what)
     lines = [f"{line}  {what}" for line, what in zip(table(rows).splitlines(), layouts, strict=True)]
     title = "LoRA of rank 16 on all linears, bf16, 8 rows of one document a step; predictions, not measurements"
-    note = f"GiB: of the rank that holds most; {reserve:g}% of a GPU is left free. Speeds assume the GPU's data sheet."
+    note = f"GiB: of the rank that holds most; {reserve:g}% of a GPU is left free. Speeds: see docs/planning.md."
     return "\n".join([title, "", *lines, "", note])

@@ -107,14 +107,7 @@ class _Graph:
             self._warmup += 1
             return self._function()
         if self._graph is None:
-            try:
-                self._graph = capture.capture(self._function, pool)
-            except RuntimeError as error:
-                error.add_note(
-                    "Decode passes were being captured; rollout.cuda_graph none, or --cuda-graph none of "
-                    "rankfold generate, launches each kernel."
-                )
-                raise
+            self._graph = capture.capture(self._function, pool)
         self._graph.replay()
         return self._graph.outputs
 

@@ -171,7 +171,7 @@ class InferenceStage:
         elif first.layout.expert_axes.ep.size > 1:
             reason = "experts of other ranks are told on the host how many tokens they get"
         for variant in config.variants:
-            reason = reason or variant.decoding_obstacle(config.family)
+            reason = reason or variant.decoding_obstacle(config.family, self.device)
         return None if reason is None else f"decode passes are not CUDA graphs: {reason}"
 
     @torch.no_grad()  # not inference mode, whose tensors training could not take where both share a buffer

@@ -113,5 +113,5 @@ def _refusal(error: BaseException) -> str | None:
     place = f", at {Path(frames[-1].filename).relative_to(_ROOT)}:{frames[-1].lineno}" if frames else ""
     return (
         f"a CUDA graph cannot be captured here ({str(chain[-1]).splitlines()[0]}{place}): set memory.cuda_graph, or "
-        "rollout.cuda_graph where completions are sampled, to none."
+        "where completions are sampled rollout.cuda_graph, to none, or give rankfold generate --cuda-graph none."
     )

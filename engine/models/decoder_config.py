@@ -259,9 +259,9 @@ class LayerVariant:
         """Returns why a step of such a model cannot be captured in a CUDA graph; None where it can."""
         return None
 
-    def decoding_obstacle(self, family: str) -> str | None:
-        """Returns why the passes of such a model that take one token of each row cannot be captured in CUDA graphs;
-        None where they can."""
+    def decoding_obstacle(self, family: str, device: torch.device) -> str | None:
+        """Returns why the passes of such a model that take one token of each row cannot be captured in CUDA graphs on a
+        device; None where they can."""
         return None
 
     def further_linears(self) -> tuple[str, ...]:

@@ -90,6 +90,7 @@ def run_case(name: str) -> dict[str, Any]:
         "operations": dict(device.operations),
         "reads": dict(device.reads),
         "decoding": decoding,
+        "pool bytes": device.machine.most_pooled,
         "waited": sorted(map(list, device.used)),
         "error": None,
     }

@@ -72,6 +72,8 @@ class Memory:
         self.is_pinned = False
         self.is_in_pool = False
         """Whether it was made while a graph was captured, so that the graph keeps it."""
+        self.pooled = 0
+        """Its bytes that a graph keeps."""
         self.is_gone = False
         self.freed = "a place that was not seen"
 
@@ -91,6 +93,8 @@ class Machine:
         self.timelines = [self.main]
         self._memories: dict[int, Memory] = {}
         self.capturing: Capture | None = None
+        self.pooled = self.most_pooled = 0
+        """Bytes that are in use of what graphs keep, and the most of them."""
 
     def timeline(self, name: str) -> Timeline:
         """Makes another one."""
@@ -106,6 +110,10 @@ class Machine:
             home = self.current[-1] if tensor.device.type == "cuda" else self.host
             found = self._memories[key] = Memory(home, self._place())
             found.is_in_pool = self.capturing is not None and home is not self.host
+            if found.is_in_pool:
+                found.pooled = storage.nbytes()
+                self.pooled += found.pooled
+                self.most_pooled = max(self.most_pooled, self.pooled)
             weakref.finalize(storage, self._forget, key).atexit = False
         return found
 
@@ -128,6 +136,8 @@ class Machine:
     def free(self, memory: Memory) -> None:
         """The memory is given back to its home."""
         memory.is_gone, memory.freed = True, self._place()
+        self.pooled -= memory.pooled
+        memory.pooled = 0
         home = memory.home
         if home is self.host:
             return  # the allocator of pinned memory, and of the host, waits for copies by itself

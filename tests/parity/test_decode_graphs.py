@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from engine.inference import decode_graphs
-from engine.inference.options import Limits, Sampling
+from engine.inference.model_part import InferenceStage
+from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.generation import open_for_generation
 from tests.support.family_models import make_model
 from tests.support.generation import STORIES, engine_answers, random_prompts, stock_greedy
-from tests.support.graph_stand_in import FunctionCapture
+from tests.support.graph_stand_in import Again, FunctionCapture
 from tests.support.sweeps import sampled
 
 
@@ -24,6 +29,27 @@ from tests.support.sweeps import sampled
 def _short_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets rows outgrow shapes of a few tokens."""
     monkeypatch.setattr(decode_graphs, "SHORTEST", 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama fused", None),
+        ("qwen3 moe", "the products of experts in this qwen3_moe model are launched one by one"),
+        ("gemma2", "they do not read pages where they are"),
+    ],
+)
+def test_what_stands_against_graphs_is_said(name: str, reason: str | None, tmp_path: Path) -> None:
+    make_model(name, tmp_path / "hf")
+    device = torch.device("cpu")
+    opened = open_for_generation(ModelChoice(path=tmp_path / "hf"), Launch(rank=0, world_size=1, device=device), Log(1))
+    sizes: dict[str, Any] = {"sampling": Sampling(), "slots": 2, "length": 8, "device": device}
+    stages = [
+        InferenceStage(opened.decoder, tp=opened.mesh.tp, pp=opened.mesh.pp, capture=capture, **sizes)
+        for capture in (None, Again())
+    ]
+    said = [[note for note in stage.notes if "graphs" in note] for stage in stages]
+    assert said[0] == [] and (said[1] == [] if reason is None else reason in said[1][0])
 
 
 def test_greedy_answers_are_those_of_transformers(stories_dir: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_broke_a_capture_is_one_sentence_with_its_place(monkeypatch: pytest
         _capture(monkeypatch, _refused_in_attention)
     said = str(refused.value)
     assert said.startswith(f"a CUDA graph cannot be captured here ({NOT_PERMITTED}, at tests/unit/")
-    assert said.endswith("set memory.cuda_graph, or rollout.cuda_graph where completions are sampled, to none.")
+    assert said.endswith("to none, or give rankfold generate --cuda-graph none.")
 
 
 @contextmanager

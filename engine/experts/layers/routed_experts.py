@@ -33,7 +33,7 @@ from engine.experts.layers.expert_adapters import ExpertAdapter, expert_adapters
 from engine.experts.layers.router import Router
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import plan_exchange
-from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
+from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock, grouped_on_device
 from engine.experts.ops.load_balance import LoadBalance
 from engine.experts.ops.routed_experts import Blocks, GroupedLowRank, GroupedOperands, RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
@@ -128,6 +128,11 @@ class RoutedSizes(LayerVariant):
 
     def graph_obstacle(self, family: str) -> str:
         return f"experts that a router chooses, as in this {family} model, have not been captured in graphs yet"
+
+    def decoding_obstacle(self, family: str, device: torch.device) -> str | None:
+        if grouped_on_device(device):
+            return None
+        return f"the products of experts in this {family} model are launched one by one, by counts that the host reads"
 
     def plain_torch(self) -> tuple[str, ...]:
         return () if self.clamp is None else ("the experts' clamped gate",)

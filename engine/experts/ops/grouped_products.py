@@ -113,6 +113,13 @@ def grouped_product(x_NK: Tensor, weights_EKM: Tensor, groups: RowGroups, produc
 
 
 @cache
+def grouped_on_device(device: torch.device) -> bool:
+    """Returns whether torch's grouped products read on a device where an expert's rows end. On GPUs other than Hopper
+    and Blackwell they copy the ends to the host, and launch a product for each expert."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@cache
 def _leaves_empty_groups(device: torch.device) -> bool:
     """Returns whether torch's grouped products write nothing for an expert without rows, as they do on Blackwell."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10

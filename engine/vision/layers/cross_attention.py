@@ -160,7 +160,7 @@ class CrossAttentionSizes(LayerVariant):
     def graph_obstacle(self, family: str) -> str:
         return images_change(family)
 
-    def decoding_obstacle(self, family: str) -> str:
+    def decoding_obstacle(self, family: str, device: torch.device) -> str:
         return f"rows of this {family} model attend to images, of which each has another number"
 
     def further_linears(self) -> tuple[str, ...]:

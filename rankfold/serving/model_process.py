@@ -45,7 +45,10 @@ class ModelProcess:
 
     def execute(self, tasks: Sequence[Task]) -> list[Outcome]:
         """See `rankfold.serving.exchange.Backend`."""
-        found: list[Outcome] = self._ask("execute", list(tasks))
+        try:
+            found: list[Outcome] = self._ask("execute", list(tasks))
+        except UserError as error:  # what no client caused, such as a full disk
+            raise BackendLost(str(error)) from None
         return found
 
     def close(self) -> None:
@@ -84,7 +87,6 @@ def _work(connection: Connection, parent: int, model: ServedModel, folder: Serve
         connection.send((True, backend.context))
         while True:
             name, args = connection.recv()
-            # a refusal that no client caused, such as a full disk, ends the server: memory is ahead of the disk
             connection.send((True, getattr(backend, name)(*args)))
     except EOFError:
         return

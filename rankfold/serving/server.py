@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,19 @@ from rankfold.serving.journal import Journal
 _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
 _A_DAY = 86400.0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but a signal that ends it is not sent to the process again afterwards: there is more to end."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +94,7 @@ def serve(backend: Backend, front: Front, journal: Journal, listening: socket.so
     """
     lost: list[str] = []
     # clients keep connections for a minute
-    server = uvicorn.Server(uvicorn.Config(front.app(), log_level="warning", timeout_keep_alive=75))
+    server = _Server(uvicorn.Config(front.app(), log_level="warning", timeout_keep_alive=75))
 
     def on_lost(sentence: str) -> None:
         lost.append(sentence)

@@ -19,6 +19,7 @@ from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.files.refusals import FileError
 from engine.inference.generate import context_limit
 from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
@@ -335,7 +336,9 @@ def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:
     try:
         return execute(task)
     except UserError as error:
-        return failure(task.request, str(error))
+        if isinstance(error, FileError) and task.kind not in ("save_weights", "save_weights_for_sampler"):
+            raise  # memory is ahead of the disk, on which the model is as it was acknowledged
+        return failure(task.request, str(error), "server" if isinstance(error, FileError) else "user")
 
 
 def _log_probabilities(training: Training, batches: Sequence[Batch]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -274,6 +275,23 @@ def test_what_is_wrong_is_refused(client: Client) -> None:
         (outcome,) = client.samples("", body)
         assert sentence in json.loads(outcome.body)["error"], sentence
     assert client.train(MODEL, data(0)).good
+
+
+def test_a_full_disk(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is not on disk is not acknowledged; a copy is refused, and the model goes on."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    client.train(MODEL, data(0))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        outcome = client.do(MODEL, "save_weights", path="one")
+        assert not outcome.good and json.loads(outcome.body)["category"] == "server"
+        with pytest.raises(UserError, match="full|space"):
+            client.step(MODEL)
+    assert client.backend.restore(MODEL) is not None
+    assert client.weights(MODEL)["lm_head.lora_B"].count_nonzero() == 0, "as it was created"
 
 
 def test_a_damaged_file_is_refused(client: Client) -> None:

@@ -111,7 +111,7 @@ def test_the_first_ten_minutes(tmp_path: Path) -> None:
     assert {name: one["status"] for name, one in _outcomes(tmp_path / "out").items()} == {
         **passed, "step": "interrupted",
     }  # fmt: skip
-    process = _start(tmp_path, "--rehearse", "--seconds", "900")
+    process = _start(tmp_path, "--rehearse", "--seconds", "1500")
     printed, said = process.communicate()
     statuses = {name: one["status"] for name, one in _outcomes(tmp_path / "out").items()}
     logs = {path.name: path.read_text()[-2000:] for path in rehearsal.glob("*.log")}

@@ -9,10 +9,11 @@ GPU and NCCL would mind is looked for by stand-ins:
     nccl.py                  a process group with the rules of NCCL's
     recorder.py              every operation of torch: host reads, copies between host and device, memory it touches
     triton_launches.py       Triton's launches, which are checked and do nothing
+    refusals.py              what flash attention and grouped products refuse of their arguments
     arithmetic.py            the random bits, whose rounds are many operations
     models.py, layouts.py    small models, and the cases
     waits.py                 where the host may wait
-    images.py              images for their documents and prompts
+    images.py                images for their documents and prompts
     rank_run.py              what a case runs
     serving.py               the process in which it runs, because the hooks come before torch
     mistakes.py              one mistake of each kind, made on purpose

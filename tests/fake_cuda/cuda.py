@@ -97,6 +97,7 @@ def _streams(recorder: Recorder) -> dict[str, Any]:
             machine.host.wait(self.timeline.moment())
 
         def query(self) -> bool:
+            recorder.forbid_in_capture("a stream is queried")
             machine.host.wait(self.timeline.moment())
             return True
 
@@ -143,10 +144,19 @@ def _graphs(recorder: Recorder) -> dict[str, Any]:
             machine.replay(self.capture)
 
     @contextmanager
-    def graph(graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> Iterator[None]:
+    def graph(
+        graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         assert machine.capturing is None, "a capture within a capture"
+        if capture_error_mode not in ("thread_local", "relaxed"):
+            recorder.report(
+                f"a capture in the mode {capture_error_mode} at {recorder.place()}: what other threads ask of CUDA "
+                "meanwhile, as the loader's that pin memory, fails, and so does the capture"
+            )
         gc.collect()  # as torch does
-        origin = machine.current[-1] if stream is None else stream.timeline
+        origin = machine.timeline("a capture's stream") if stream is None else stream.timeline
+        if origin is machine.main:
+            recorder.report(f"a capture on the default stream at {recorder.place()}, which CUDA refuses")
         graph.capture = machine.capturing = Capture(origin)
         machine.current.append(origin)
         try:

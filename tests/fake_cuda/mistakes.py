@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.kernels.triton import swiglu
 from engine.layers.host_copies import CudaTransfer, sent
+from engine.ops.attention.varlen import flash_varlen_backward, flash_varlen_forward
 from tests.fake_cuda.cuda import DEVICE
 from tests.fake_cuda.recorder import Recorder
 
@@ -267,6 +269,165 @@ def replayed_on_freed_memory(device: Recorder) -> None:
     _captured(lambda: inputs[0].mul_(2), inputs.clear)
 
 
+def captured_globally(device: Recorder) -> None:
+    stream = torch.cuda.Stream(DEVICE)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        pass
+
+
+def captured_on_the_default_stream(device: Recorder) -> None:
+    stream = torch.cuda.current_stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        pass
+
+
+def captured_question_to_a_stream(device: Recorder) -> None:
+    _captured(lambda: torch.cuda.current_stream().query())
+
+
+def made_beside_the_pool(device: Recorder) -> None:
+    """Memory of a stream that joins the capture only afterwards is not the graph's."""
+    x, side, made = _there(), torch.cuda.Stream(DEVICE), []
+
+    def inside() -> None:
+        with torch.cuda.stream(side):
+            made.append(torch.empty(8, device=DEVICE))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            made[0].copy_(x)
+        torch.cuda.current_stream().wait_stream(side)
+
+    _captured(inside, made.clear)
+
+
+def made_in_the_pool(device: Recorder) -> None:
+    x, side, made = _there(), torch.cuda.Stream(DEVICE), []
+
+    def inside() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            made.append(x + 1)
+        torch.cuda.current_stream().wait_stream(side)
+
+    _captured(inside, made.clear)
+
+
+def pinned_in_a_capture(device: Recorder) -> None:
+    x = _there()
+    _captured(lambda: torch.empty(8, pin_memory=True).copy_(x, non_blocking=True))
+
+
+def _attended(features: int = 16, *, heads: int = 4, made_of: str = "bfloat16", **given: Any) -> None:
+    """Attention over documents of 40 and 24 tokens, and its gradients."""
+    dtype = getattr(torch, made_of)
+    q = torch.ones(64, heads, features, device=DEVICE, dtype=dtype)
+    k, v = (torch.ones(64, 2, features, device=DEVICE, dtype=dtype) for _ in range(2))
+    offsets = given.get("offsets", torch.ones(3, device=DEVICE, dtype=torch.int32))
+    longest = given.get("longest", 128)
+    k = given.get("k", k)
+    out, lse = flash_varlen_forward(q, k, v, offsets, longest, 1.0)
+    flash_varlen_backward(torch.ones_like(out), (q, k, v, out, lse), offsets, longest, 1.0)
+
+
+def attended(device: Recorder) -> None:
+    _attended()
+
+
+def offsets_of_64_bits(device: Recorder) -> None:
+    _attended(offsets=torch.ones(3, device=DEVICE, dtype=torch.int64))
+
+
+def offsets_on_the_host(device: Recorder) -> None:
+    try:
+        _attended(offsets=torch.ones(3, dtype=torch.int32))
+    except RuntimeError as error:
+        device.report(f"refuses: {error}")
+
+
+def offsets_apart(device: Recorder) -> None:
+    _attended(offsets=torch.ones(6, device=DEVICE, dtype=torch.int32)[::2])
+
+
+def features_apart(device: Recorder) -> None:
+    _attended(k=torch.ones(64, 16, 2, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2))
+
+
+def keys_misaligned(device: Recorder) -> None:
+    _attended(k=torch.ones(64 * 32 + 4, device=DEVICE, dtype=torch.bfloat16)[4:].view(64, 2, 16))
+
+
+def heads_of_12(device: Recorder) -> None:
+    _attended(12)
+
+
+def heads_of_264(device: Recorder) -> None:
+    _attended(264)
+
+
+def heads_without_keys(device: Recorder) -> None:
+    _attended(heads=3)
+
+
+def attended_in_float32(device: Recorder) -> None:
+    _attended(made_of="float32")
+
+
+def longest_of_1(device: Recorder) -> None:
+    _attended(longest=1)
+
+
+def _grouped(device: Recorder, *, inner: int = 16, columns: int = 16, **given: Any) -> None:
+    """A product of 64 rows with 4 matrices. Without numbers too, torch itself refuses some."""
+    dtype = given.get("dtype", torch.bfloat16)
+    x = given.get("x", torch.ones(64, inner, device=DEVICE, dtype=dtype))
+    weights = given.get("weights", torch.ones(4, inner, columns, device=DEVICE, dtype=dtype))
+    ends = given.get("ends", torch.ones(4, device=DEVICE, dtype=torch.int32))
+    try:
+        torch.ops.aten._grouped_mm(x, weights, ends)
+    except RuntimeError as error:
+        device.report(f"torch refuses: {error}")
+
+
+def grouped(device: Recorder) -> None:
+    _grouped(device)
+    x = torch.ones(64, 16, device=DEVICE, dtype=torch.bfloat16)
+    _grouped(device, x=x.t(), weights=x)
+
+
+def grouped_rows_of_12(device: Recorder) -> None:
+    _grouped(device, inner=12)
+
+
+def grouped_columns_of_12(device: Recorder) -> None:
+    _grouped(device, columns=12)
+
+
+def grouped_misaligned(device: Recorder) -> None:
+    _grouped(device, x=torch.ones(64 * 16 + 4, device=DEVICE, dtype=torch.bfloat16)[4:].view(64, 16))
+
+
+def grouped_ends_of_64_bits(device: Recorder) -> None:
+    _grouped(device, ends=torch.ones(4, device=DEVICE, dtype=torch.int64))
+
+
+def grouped_ends_on_the_host(device: Recorder) -> None:
+    _grouped(device, ends=torch.ones(4, dtype=torch.int32))
+
+
+def grouped_in_float16(device: Recorder) -> None:
+    _grouped(device, dtype=torch.float16)
+
+
+def launch_of_nothing(device: Recorder) -> None:
+    x = _there()
+    swiglu._forward_kernel[(0, 1)](x, 8, x, 4, 1, 4, TOKENS=16, FEATURES=16)
+
+
+def launch_along_the_second_side(device: Recorder) -> None:
+    x = _there()
+    swiglu._forward_kernel[(1, 65536)](x, 8, x, 4, 1, 4, TOKENS=16, FEATURES=16)
+
+
 def launch_on_the_host(device: Recorder) -> None:
     swiglu.swiglu_forward(_there(4, 8), out=torch.empty(4, 4))
 
@@ -324,6 +485,32 @@ MISTAKES = {
     "question in a capture": Mistake(make=captured_question, said="asked whether it is done inside a graph's capture"),
     "side stream in a capture": Mistake(make=captured_side_stream, said="a capture ends before it has waited for"),
     "wait for what was before a capture": Mistake(make=captured_wait_for_before, said="from before the capture"),
+    "capture that other threads disturb": Mistake(make=captured_globally, said="a capture in the mode global"),
+    "capture on the default stream": Mistake(make=captured_on_the_default_stream, said="on the default stream"),
+    "stream queried in a capture": Mistake(make=captured_question_to_a_stream, said="a stream is queried inside"),
+    "made beside a graph's pool": Mistake(make=made_beside_the_pool, said="has been given back"),
+    "made in a graph's pool": Mistake(make=made_in_the_pool, said=None),
+    "pinned memory that a graph does not keep": Mistake(make=pinned_in_a_capture, said="has been given back"),
+    "attention": Mistake(make=attended, said=None),
+    "offsets of 64 bits": Mistake(make=offsets_of_64_bits, said="refuses cum_seq_q in torch.int64"),
+    "offsets on the host": Mistake(make=offsets_on_the_host, said="refuses cum_seq_q on cpu"),
+    "offsets apart": Mistake(make=offsets_apart, said="refuses cum_seq_q of shape (3,) and strides (2,)"),
+    "features apart": Mistake(make=features_apart, said="features lie apart"),
+    "keys misaligned": Mistake(make=keys_misaligned, said="refuses key, which begins 4 numbers"),
+    "heads of 12 features": Mistake(make=heads_of_12, said="refuses query with heads of 12 features"),
+    "heads of 264 features": Mistake(make=heads_of_264, said="refuses query with heads of 264 features"),
+    "heads that share no keys": Mistake(make=heads_without_keys, said="refuses 3 heads of queries and 2 of keys"),
+    "attention in float32": Mistake(make=attended_in_float32, said="refuses query in torch.float32"),
+    "attention taken for decoding": Mistake(make=longest_of_1, said="refuses max_q of 1 for 64 rows"),
+    "grouped products": Mistake(make=grouped, said=None),
+    "grouped rows of 12": Mistake(make=grouped_rows_of_12, said="multiple of 16 bytes"),
+    "grouped columns of 12": Mistake(make=grouped_columns_of_12, said="multiple of 16 bytes"),
+    "grouped rows misaligned": Mistake(make=grouped_misaligned, said="refuses self, which begins 4 numbers"),
+    "grouped by ends of 64 bits": Mistake(make=grouped_ends_of_64_bits, said="int32"),
+    "grouped by ends on the host": Mistake(make=grouped_ends_on_the_host, said="refuses offs on cpu"),
+    "grouped in float16": Mistake(make=grouped_in_float16, said="the host waits for the device: _grouped_mm of torch"),
+    "launch of no block": Mistake(make=launch_of_nothing, said="with the grid (0, 1)"),
+    "launch along the second side": Mistake(make=launch_along_the_second_side, said="with the grid (1, 65536)"),
     "launch on the host": Mistake(make=launch_on_the_host, said="_forward_kernel is launched at"),
     "launch without an argument": Mistake(make=launch_without_an_argument, said="missing a required argument"),
     "launch with a hole": Mistake(make=launch_with_a_hole, said="with a None inside y_ptr"),

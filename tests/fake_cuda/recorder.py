@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fake_cuda.refusals import reads_on_host, refusals
 from tests.fake_cuda.timelines import Capture, Machine, Timeline, tensors_of
 from tests.fake_cuda.waits import Wait
 
@@ -143,6 +144,10 @@ class Recorder(TorchDispatchMode):
             return _one(name, args[0])
         if name in _SIZED_BY_NUMBERS and isinstance(args[0], FakeTensor):  # of the host, which waits for nothing
             return _one(name, args[0])
+        for refused in refusals(func, args, kwargs):
+            self.report(f"{name} at {self.place()} refuses {refused}")
+        if reads_on_host(func, args):
+            self.synchronised(f"{name} of {args[0].dtype}, a loop of the host")
         if name in _INDEXING:
             args = self._indexed(name, args)
         if name == "_flash_attention_forward":

@@ -71,7 +71,7 @@ class Memory:
         self.recorded: set[Timeline] = set()
         self.is_pinned = False
         self.is_in_pool = False
-        """Whether it was made while a graph was captured, so that the graph keeps it."""
+        """Whether it was made on a stream that was captured, so that the graph keeps it."""
         self.pooled = 0
         """Its bytes that a graph keeps."""
         self.is_gone = False
@@ -109,13 +109,17 @@ class Machine:
         if found is None:
             home = self.current[-1] if tensor.device.type == "cuda" else self.host
             found = self._memories[key] = Memory(home, self._place())
-            found.is_in_pool = self.capturing is not None and home is not self.host
+            found.is_in_pool = self._is_in_pool(home)
             if found.is_in_pool:
                 found.pooled = storage.nbytes()
                 self.pooled += found.pooled
                 self.most_pooled = max(self.most_pooled, self.pooled)
             weakref.finalize(storage, self._forget, key).atexit = False
         return found
+
+    def _is_in_pool(self, home: Timeline) -> bool:
+        """Streams that do not belong to the capture, and the host, take memory from elsewhere."""
+        return self.capturing is not None and home in self.capturing.joined
 
     def _forget(self, key: int) -> None:
         self.free(self._memories.pop(key))
@@ -129,7 +133,7 @@ class Machine:
             self.free(memory)
         if size and storage.device.type == "cuda":
             memory.home, memory.made, memory.is_gone = self.current[-1], self._place(), False
-            memory.is_in_pool = self.capturing is not None
+            memory.is_in_pool = self._is_in_pool(memory.home)
             memory.recorded.clear()
             memory.touched = {(memory.home, (0, size), True): (memory.home.epoch, memory.made)}
 

@@ -11,6 +11,7 @@ Another version of Triton: pip install --no-deps --target FOLDER triton==3.6.0, 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import warnings
@@ -27,29 +28,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.kernels.triton import (
-    delta,
-    gated_norm,
-    grouped,
-    grouped_factors,
-    head_norm,
-    launch,
-    lora,
-    output_gradients,
-    paged_attention,
-    quantize,
-    rmsnorm,
-    swiglu,
-)
+from engine.kernels.triton import launch
+from tests.kernels.kernel_names import KERNELS
 from tests.kernels.kernel_resources import (
     MULTIPROCESSORS,
     accesses,
+    instruction_counts,
     narrow_accesses,
     registers_and_stack,
     resident_blocks,
 )
 from tests.kernels.launches import refuse_none_in_tuples
-from tests.kernels.training_launches import Case, other_cases, quick_cases, training_cases
+from tests.kernels.training_launches import Case, other_cases, quick_cases, tall_cases, training_cases
 
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 and an H200: the sizes of blocks and ranges follow from it."""
@@ -58,17 +48,13 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 def look_like_a_gpu(capability: Callable[[], tuple[int, int]] = lambda: (9, 0)) -> None:
     """Makes launchers plan for CPU tensors as they would for a GPU's, of the compute capability that is asked for."""
-    types = {torch.float32: "ieee", torch.bfloat16: "tf32", torch.float16: "tf32"}
-    options = {dtype: {"DOT": launch._TYPES[dtype], "PRECISION": precision} for dtype, precision in types.items()}
+    dot_options = launch.dot_options  # which asks for a dtype, and whether a tensor lies on a CPU
     as_on_a_gpu: dict[str, Callable[..., object]] = {
-        "dot_options": lambda x: options[x.dtype],
+        "dot_options": lambda x: dot_options(torch.empty(0, dtype=x.dtype, device="meta")),
         "capability": lambda device: capability(),
         "num_processors": lambda device: PROCESSORS,
     }
-    for module in (
-        launch, lora, output_gradients, rmsnorm, swiglu, head_norm, quantize, paged_attention, gated_norm, delta,
-        grouped, grouped_factors,
-    ):  # fmt: skip
+    for module in (launch, *(importlib.import_module(f"engine.kernels.triton.{name}") for name in KERNELS)):
         for name, function in as_on_a_gpu.items():
             if hasattr(module, name):
                 setattr(module, name, function)
@@ -158,6 +144,9 @@ class _Compiler:
                 for path, kinds in widths.items()
             },
             "narrow": narrow_accesses(widths, tensors),
+            "instructions": " ".join(
+                f"{kind} {count}" for kind, count in instruction_counts(compiled.asm["ptx"]).items()
+            ),
         }
 
 
@@ -166,8 +155,8 @@ def _short(value: object) -> str:
 
 
 def cases_of(names: Iterable[str]) -> list[Case]:
-    """Returns the cases of each name: "quick", "training", or one of `other_cases`."""
-    known = {"quick": quick_cases, "training": training_cases}
+    """Returns the cases of each name: "quick", "training", "tall", or one of `other_cases`."""
+    known = {"quick": quick_cases, "training": training_cases, "tall": tall_cases}
     return [case for name in names for case in (known[name]() if name in known else other_cases(name))]
 
 

@@ -1,7 +1,7 @@
-"""What a compiled kernel takes of a multiprocessor, and how wide it reads and writes memory.
+"""What a compiled kernel takes of a multiprocessor, how wide it reads and writes memory, and how it computes.
 
 Everything follows from the compiler's output: registers and stack from the assembled kernel, the widths of accesses
-from PTX, how many blocks a multiprocessor holds from the limits of its compute capability.
+and the instructions from PTX, how many blocks a multiprocessor holds from the limits of its compute capability.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import subprocess
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,35 @@ def registers_and_stack(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
+
+
+_OPCODE = re.compile(r"(?:^|[;{])\s*(?:@!?%\w+\s+)?([a-z]\w*)((?:[.:]+\w+)+)", re.MULTILINE)
+_COUNTED = {"fma": "fma", "mul": "mul", "add": "add", "sub": "add", "atom": "atomic", "red": "atomic"}
+_KINDS = ("fma", "mul", "add", "tf32", "atomic", "local")
+
+
+def instruction_counts(ptx: str) -> dict[str, int]:
+    """Counts the instructions that tell how a kernel computes; kinds that it lacks are left out.
+
+    Returns:
+        "fma", "mul" and "add" of floating point, the last with differences: what is fused, and what is rounded twice;
+        "tf32": matrix products that round operands of fp32; "atomic": sums in whatever order; "local": accesses to
+        memory of a thread's own.
+    """
+    counts: Counter[str] = Counter()
+    for name, suffixes in _OPCODE.findall(ptx):
+        kind = _COUNTED.get(name)
+        if kind == "atomic" or (kind is not None and _is_float(suffixes)):
+            counts[kind] += 1
+        elif "tf32" in suffixes and name != "cvt":
+            counts["tf32"] += 1
+        elif name in ("ld", "st") and ".local" in suffixes:
+            counts["local"] += 1
+    return {kind: counts[kind] for kind in _KINDS if counts[kind]}
+
+
+def _is_float(suffixes: str) -> bool:
+    return suffixes.rpartition(".")[2].removesuffix("x2") in ("f16", "bf16", "f32", "f64")
 
 
 _ACCESS = re.compile(r"\b(ld|st)\.global([.:\w]*)\s[^\[]*\[\s*(%rd\d+)")

@@ -35,7 +35,7 @@ STREAM = 0x5151
 _SOURCE = Path(__file__).with_name("stand_in_cuda.c")
 
 
-class _Config(ctypes.Structure):
+class Config(ctypes.Structure):
     """CUlaunchConfig, up to what is compared."""
 
     _fields_ = [
@@ -57,8 +57,8 @@ class Launch(NamedTuple):
     parameters: list[object]
 
 
-_RECEIVER = ctypes.CFUNCTYPE(
-    None, ctypes.POINTER(_Config), ctypes.c_uint64, ctypes.POINTER(ctypes.POINTER(ctypes.c_char))
+RECEIVER = ctypes.CFUNCTYPE(
+    None, ctypes.POINTER(Config), ctypes.c_uint64, ctypes.POINTER(ctypes.POINTER(ctypes.c_char))
 )
 _TYPES = {
     "u64": ctypes.c_int64,
@@ -76,6 +76,16 @@ def compile_stand_in(folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
+def run_on_stand_in(module: str, *arguments: str) -> int:
+    """Runs a module with --stands-in in a process that loads the stand-in as its libcuda; returns its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        compile_stand_in(Path(folder))
+        # the loader reads its path when a process starts
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("LD_LIBRARY_PATH"))))
+        environment = {**os.environ, "TRITON_LIBCUDA_PATH": folder, "LD_LIBRARY_PATH": path}
+        return subprocess.run([sys.executable, "-m", module, *arguments, "--stands-in"], env=environment).returncode
+
+
 class _Driver:
     """Takes the place of a GPU's: Triton's own, on the stand-in."""
 
@@ -84,7 +94,7 @@ class _Driver:
         self._launches: list[Launch] = []
         self.counts: Counter[str] = Counter()
         self._library = ctypes.CDLL("libcuda.so.1")
-        self._receiver = _RECEIVER(self._receive)  # alive as long as the library may call it
+        self._receiver = RECEIVER(self._receive)  # alive as long as the library may call it
         self._library.stand_in_receive(self._receiver)
         cuda = CudaDriver()
         cuda.get_current_device = lambda: 0
@@ -177,13 +187,7 @@ def main() -> None:
     if options.stands_in:
         print(json.dumps(launched(options.names)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        compile_stand_in(Path(folder))
-        # the loader reads its path when a process starts
-        path = os.pathsep.join(filter(None, (folder, os.environ.get("LD_LIBRARY_PATH"))))
-        environment = {**os.environ, "TRITON_LIBCUDA_PATH": folder, "LD_LIBRARY_PATH": path}
-        command = [sys.executable, "-m", "tests.kernels.launching", *options.names, "--stands-in"]
-        sys.exit(subprocess.run(command, env=environment).returncode)
+    sys.exit(run_on_stand_in("tests.kernels.launching", *options.names))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ COMMAND = "python -m tests.kernels.resource_tables --write --arch"
 PLANNED_FOR = (90, 100)
 """Launchers plan two blocks for each multiprocessor, with tiles for the shared memory of these."""
 
+UNFUSED = "quantize."
+"""Kernels whose results have the bits of plain torch's: each product is rounded, and none fused with a sum."""
+
 Row = dict[str, Any]
 """A line of `tests.kernels.compiling`, without the architecture, which the table's name has."""
 
@@ -60,6 +63,7 @@ KNOWN = (
     Known("cross_entropy._local_statistics", "", "logits_ptr load", "the target's logit is one number"),
     Known("rows._combine", "", "weights_ptr load", "a slot's weight is one number"),
     Known("paged_attention._split", "gpt-oss", "sinks_ptr load", "a head's sink is one number"),
+    Known("delta._solve|delta_channels._pairs", "", "tf32", "three such products make one that is as exact as fp32"),
     Known(
         "delta._solve", "", "spills", "before and after Hopper: products of fp32 from registers, in three parts each"
     ),
@@ -116,6 +120,16 @@ def compile_rows(
     return Compiled(first["triton"], rows)
 
 
+def kernels_defined() -> set[str]:
+    """Returns the names of all kernels that have a launcher: those called _..._kernel."""
+    found = set()
+    for path in (ROOT / "triton_kernels").glob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("def _") and "_kernel(" in line:
+                found.add(f"{path.stem}.{line[4 : line.index('(')]}")
+    return found
+
+
 def table_path(triton: str, arch: int) -> Path:
     """Returns where the table lies; it may not be there."""
     return TABLES / triton / f"sm_{arch}.json"
@@ -160,6 +174,13 @@ def problems(arch: int, row: Row) -> Iterator[str]:
         yield f"leaves {row['blocks']} block a multiprocessor"
     for access in row["narrow"]:
         yield f"{access} 2 bytes at a time"
+    computes = set(row["instructions"].split())
+    if "atomic" in computes:
+        yield "adds up by atomic instructions, in an order that no other run repeats"
+    if "tf32" in computes:
+        yield "multiplies numbers of fp32 in tf32, with 10 of their 23 bits"
+    if "fma" in computes and row["kernel"].startswith(UNFUSED):
+        yield "fuses products with sums, so that its results are not those of plain torch"
 
 
 def known(row: Row, problem: str) -> Known | None:

@@ -107,7 +107,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   uint64_t number = (uint64_t)function;
   if (number == 0 || number > loaded || receiver == NULL)
     return CUDA_ERROR_INVALID_HANDLE;
-  if (config->gridDimX > 0x7fffffff || config->gridDimY > 65535 || config->gridDimZ > 65535 ||
+  if (config->gridDimX == 0 || config->gridDimY == 0 || config->gridDimZ == 0 || config->gridDimX > 0x7fffffff ||
+      config->gridDimY > 65535 || config->gridDimZ > 65535 ||
       config->blockDimX * config->blockDimY * config->blockDimZ > 1024 || config->sharedMemBytes > allowed[number])
     return CUDA_ERROR_INVALID_VALUE;
   receiver(config, number, parameters);

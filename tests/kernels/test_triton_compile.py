@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import resource_tables
-from tests.kernels.kernel_resources import MULTIPROCESSORS, accesses, resident_blocks
+from tests.kernels.kernel_resources import MULTIPROCESSORS, accesses, instruction_counts, resident_blocks
 from tests.kernels.launches import refuse_none_in_tuples
-from tests.kernels.resource_tables import COMMAND, KNOWN, ROOT, TABLES, Compiled, Row, changes, compile_rows, read_table
+from tests.kernels.resource_tables import COMMAND, KNOWN, TABLES, Compiled, Row, changes, compile_rows, read_table
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -21,16 +21,6 @@ from engine.kernels.triton import launch
 
 OTHERS = ["float32", "float16", "ones", "rank 192"]
 ARCHS = list(MULTIPROCESSORS)
-
-
-def _kernels_defined() -> set[str]:
-    """Names of all kernels that have a launcher: those called _..._kernel."""
-    found = set()
-    for path in (ROOT / "triton_kernels").glob("*.py"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("def _") and "_kernel(" in line:
-                found.add(f"{path.stem}.{line[4 : line.index('(')]}")
-    return found
 
 
 def _assert_within_the_tables(compiled: Compiled, *, whole: bool) -> None:
@@ -46,7 +36,7 @@ def _assert_within_the_tables(compiled: Compiled, *, whole: bool) -> None:
 @pytest.mark.timeout(1800)
 def test_kernels_take_what_the_table_says(cold: tuple[Compiled, Path]) -> None:
     compiled, _ = cold
-    assert {row["kernel"] for row in compiled.rows[90]} == _kernels_defined()
+    assert {row["kernel"] for row in compiled.rows[90]} == resource_tables.kernels_defined()
     _assert_within_the_tables(compiled, whole=False)
 
 
@@ -93,7 +83,7 @@ def test_other_dtypes_and_sizes_compile(name: str, cache: Path) -> None:
 def test_training_with_the_oldest_triton(arch: int, oldest_triton: Path, cache: Path) -> None:
     compiled = compile_rows("training", archs=[arch], cache=cache, packages=oldest_triton)
     if arch >= 90:  # `E4M3_SINCE` in training_launches: others make no codes, and lack kernels that do nothing else
-        assert {row["kernel"] for row in compiled.rows[arch]} == _kernels_defined()
+        assert {row["kernel"] for row in compiled.rows[arch]} == resource_tables.kernels_defined()
     _assert_within_the_tables(compiled, whole=True)
 
 
@@ -152,6 +142,48 @@ def test_accesses_are_read_from_ptx() -> None:
         "sums": {"load": [2, 8]},
         "x": {"load": [8, 16], "store": [1]},
     }
+
+
+COMPUTING = """
+	{
+	.reg .pred p; fma.rn.f32 %f1, %f2, %f3, %f4; @!%p1 mul.bf16x2 %r1, %r2, %r3;
+	}
+	mul.lo.s32 	%r1, %r2, 2;
+	mad.lo.s32 	%r1, %r2, 2, %r3;
+	add.s64 	%rd1, %rd2, 3;
+	@%p1 mul.rn.f32 	%f1, %f2, %f3;
+	sub.f32 	%f1, %f2, %f3;
+	add.rn.ftz.f32 	%f1, %f2, %f3;
+	cvt.rna.tf32.f32 	%r1, %f1;
+	wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 	{%f1}, {%r1}, %rd1, 1, 1, 1;
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 	{%f1}, {%r1}, {%r2}, {%f1};
+	redux.sync.max.s32 	%r1, %r2, -1;
+	@%p1 atom.global.gpu.acq_rel.add.f32 	%f1, [ %rd1 + 0 ], %f2;
+	red.global.add.f32 	[%rd1], %f1;
+	st.local.v4.b32 	[%rd1], {%r1, %r2, %r3, %r4};
+	ld.local.b32 	%r1, [%rd1];
+"""
+
+
+def test_instructions_are_counted() -> None:
+    """Integers, conversions and reductions within a warp are none of them."""
+    assert instruction_counts(COMPUTING) == {"fma": 1, "mul": 2, "add": 2, "tf32": 1, "atomic": 2, "local": 2}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "instructions", "said"),
+    [
+        ("quantize._quantize_kernel", "fma 16", "fuses products with sums"),
+        ("lora._project_kernel", "fma 16", None),
+        ("lora._project_kernel", "mul 16 tf32 4", "in tf32"),
+        ("delta._solve_kernel", "mul 16 tf32 4", None),
+        ("partial_sums._sum_kernel", "add 4 atomic 1", "atomic"),
+    ],
+)
+def test_arithmetic_that_no_kernel_should_do(kernel: str, instructions: str, said: str | None) -> None:
+    row = {"kernel": kernel, "case": "8b", "spilled": 0, "shared": 0, "blocks": 2, "narrow": []}
+    found = resource_tables.unknown_problems(90, [{**row, "instructions": instructions}])
+    assert len(found) == (said is not None) and all(said in one for one in found if said)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.resource_tables import Compiled, run_compiler
+from tests.kernels.resource_tables import Compiled, kernels_defined, run_compiler
 
 pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = pytest.mark.skipif(
@@ -32,6 +32,20 @@ def test_what_is_passed_arrives(cold: tuple[Compiled, Path]) -> None:
     """Pointers, numbers, tuples of tuples, None, grid, block, shared memory and stream, of every kernel."""
     compiled, cache = cold
     assert set(_launched("quick", cache=cache)) == {row["kernel"] for row in compiled.rows[90]}
+
+
+ROWS_ARE_SLOTS = {"paged_attention._split_kernel", "paged_attention._merge_kernel"}
+"""Kernels of decoding, whose rows are the completions under way."""
+
+
+def test_a_driver_takes_the_grids_of_tall_inputs() -> None:
+    """And refuses them where rows lie along the second side, of which 65,535 blocks are allowed."""
+    (line,) = run_compiler("tall_grids", cache=None, packages=None)
+    found = json.loads(line)
+    assert set(found["launched"]) == kernels_defined() - ROWS_ARE_SLOTS
+    assert found["as they are"] == []
+    exchanged = {one.partition(" | ")[0] for one in found["exchanged"]}
+    assert exchanged > {"swiglu._forward_kernel", "rope._packed_kernel", "rows._combine_kernel", "dropout._drop_kernel"}
 
 
 @pytest.mark.slow

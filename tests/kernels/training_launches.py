@@ -503,9 +503,13 @@ def expert_cases(
 
 
 def quick_cases() -> Iterator[Case]:
-    """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in."""
+    """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in.
+    Of float32 there is one linear, whose products have to be exact."""
     for rank in (16, 8):
         yield from adapter_cases(LLAMA_8B, Adapters(rank=rank))
+    for case in adapter_cases(replace(LLAMA_8B, name="8b float32"), Adapters(rank=16), torch.float32):
+        if " o " in case.name:
+            yield case
     yield from elementwise_cases(LLAMA_8B)
     yield from encoded_cases(LLAMA_8B)
     yield from decode_cases(LLAMA_HEADS)
@@ -539,6 +543,24 @@ def training_cases() -> Iterator[Case]:
         yield from decode_cases(heads)
     yield from expert_cases(QWEN_30B, 16, dropped=True)
     yield from expert_cases(GPT_OSS_20B, 12)
+
+
+NARROW = Sizes(
+    name="narrow", tokens=2**20 + 1, hidden=64, intermediate=128, heads=2, kv_heads=1, head_dim=32, vocabulary=128
+)
+"""As many rows as 131,072 tokens have with 8 experts each."""
+
+
+def tall_cases() -> Iterator[Case]:
+    """Yields every kernel whose grid has rows in it, at the rows of 4 x 4096 tokens with 8 experts each, and more of
+    them where they are narrow, so that a program takes several: too many for the second and third side of a grid."""
+    for sizes in (replace(LLAMA_8B, tokens=2**17 + 1), NARROW):
+        for folded in (True, False):
+            yield from adapter_cases(sizes, Adapters(rank=16, folded=folded))
+        yield from elementwise_cases(sizes)
+        yield from encoded_cases(sizes)
+        yield from state_cases(replace(QWEN_9B, name=sizes.name, tokens=sizes.tokens))
+        yield state_space_case(sizes.name, sizes.tokens, 128, 8, 64, 128)
 
 
 def other_cases(name: str) -> Iterator[Case]:

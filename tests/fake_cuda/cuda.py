@@ -126,6 +126,7 @@ def _streams(recorder: Recorder) -> dict[str, Any]:
         "stream": stream,
         "synchronize": synchronize,
         "current_stream": current_stream,
+        "default_stream": lambda device=None: main,
     }
 
 

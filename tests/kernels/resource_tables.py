@@ -174,7 +174,7 @@ def problems(arch: int, row: Row) -> Iterator[str]:
         yield f"leaves {row['blocks']} block a multiprocessor"
     for access in row["narrow"]:
         yield f"{access} 2 bytes at a time"
-    computes = set(row["instructions"].split())
+    computes = set(row.get("instructions", "").split())
     if "atomic" in computes:
         yield "adds up by atomic instructions, in an order that no other run repeats"
     if "tf32" in computes:

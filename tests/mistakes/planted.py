@@ -206,17 +206,17 @@ MISTAKES = {
     "a capture that other threads disturb": Mistake(
         edits=(
             Edit(
-                "engine/training/cuda_graph/capture.py",
+                "engine/layers/graph_capture.py",
                 'capture_error_mode="thread_local"',
                 'capture_error_mode="global"',
             ),
         ),
         lane="fake CUDA",
         test=GRAPH,
-        said=r"a capture in the mode global at engine/training/cuda_graph/capture.py",
+        said=r"a capture in the mode global at engine/layers/graph_capture.py",
     ),
     "a capture beside the run's stream": Mistake(
-        edits=(Edit("engine/training/cuda_graph/capture.py", "pool=pool, stream=self._stream,", "pool=pool,"),),
+        edits=(Edit("engine/layers/graph_capture.py", "pool=pool, stream=self._stream,", "pool=pool,"),),
         lane="fake CUDA",
         test=GRAPH,
         said=r"a capture's stream",

@@ -29,6 +29,7 @@ from engine.kernels.triton.launch import (
     SMALLEST_DOT,
     ceil_div,
     dot_options,
+    kernel,
     multiplies_in_shared_memory,
     num_processors,
     power_of_2,
@@ -59,7 +60,7 @@ def rows_of_tile(ends_ptr, before_E, tile, ROWS: tl.constexpr):
     return expert, start + (tile - first_tile) * ROWS, tl.load(ends_ptr + expert)
 
 
-@triton.jit
+@kernel
 def _product_kernel(
     y_ptr,
     y_stride,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.kernels.triton.dropout import keep_tile, mask_arguments
 from engine.kernels.triton.grouped import UNIT, in_units, rows_of_tile, tiles_before
-from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, num_processors, power_of_2
+from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, kernel, num_processors, power_of_2
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _kept(x_NK, mask_ptr, mask_stride, rows_N, block, num_blocks, MASKED: tl.con
     return x_NK
 
 
-@triton.jit
+@kernel
 def _project_kernel(
     h_ptr,
     h_stride,
@@ -184,7 +184,7 @@ def grouped_project(
     return h
 
 
-@triton.jit
+@kernel
 def _outer_kernel(
     sums_ptr,
     sums_expert,

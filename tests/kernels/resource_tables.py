@@ -148,7 +148,8 @@ def read_table(path: Path) -> list[Row]:
 
 
 def changes(before: Iterable[Row], after: Iterable[Row], *, whole: bool) -> list[str]:
-    """Lists what differs, a line for each figure of each kernel.
+    """Lists what differs, a line for each figure of each kernel. A figure that the table lacks is not compared: it was
+    written before that was kept.
 
     Args:
         whole: `after` has all that is compiled, so that what it lacks is gone.
@@ -159,7 +160,7 @@ def changes(before: Iterable[Row], after: Iterable[Row], *, whole: bool) -> list
         if name not in old:
             found.append(f"{name}: new, {json.dumps(row)}")
         else:
-            differing = [key for key in row if row[key] != old[name].get(key)]
+            differing = [key for key in row if row[key] != old[name].get(key, row[key])]
             found += [f"{name}: {key} was {old[name].get(key)}, is {row[key]}" for key in differing]
     return found + [f"{name}: gone" for name in old if whole and name not in new]
 

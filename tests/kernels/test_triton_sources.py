@@ -16,8 +16,10 @@ from tests.kernels.resource_tables import ROOT
 
 FILES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "triton_kernels").glob("*.py")}
 
-ROW_STRIDE = re.compile(r"stride(_[ts])?$")
-"""Of tokens or other rows; heads are few, and near each other."""
+ROW_STRIDE = re.compile(r"\(?\w*stride(_[ts])?( \* [A-Z]+\))?")
+"""Of tokens or other rows, perhaps in units; heads are few, and near each other."""
+FEW = re.compile(r"expert|[A-Z]+")
+"""What is multiplied by a stride and no row: an expert, a constant."""
 
 ANY_VALUE = {"quantize._row_decode_kernel": "0 is not cast to e4m3, and nothing is stored of what is masked"}
 """Kernels with a masked load that names no value, and why."""
@@ -64,6 +66,11 @@ def _is_wide(value: ast.expr, wide: set[str], widening: set[str]) -> bool:
     return "tl.int64" in ast.unparse(value) or bool(names & (wide | widening))
 
 
+def _written(value: ast.expr) -> str:
+    """Returns its text, in brackets where it is a product."""
+    return f"({ast.unparse(value)})" if isinstance(value, ast.BinOp) else ast.unparse(value)
+
+
 def _narrow_products(trees: dict[str, ast.Module]) -> list[str]:
     """Lists products of a stride and an index that nothing has made 64 bits wide."""
     helpers = [function for tree in trees.values() for function, launched in _functions(tree) if not launched]
@@ -75,8 +82,8 @@ def _narrow_products(trees: dict[str, ast.Module]) -> list[str]:
             for node in ast.walk(function):
                 if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
                     for index, stride in ((node.left, node.right), (node.right, node.left)):
-                        is_stride = isinstance(stride, ast.Name) and ROW_STRIDE.search(stride.id) is not None
-                        if is_stride and not _is_wide(index, wide, widening):
+                        is_row = ROW_STRIDE.fullmatch(_written(stride)) and not FEW.fullmatch(ast.unparse(index))
+                        if is_row and not _is_wide(index, wide, widening):
                             found.append(f"{file}.{function.name}: {ast.unparse(node)}")
     return found
 

@@ -561,6 +561,7 @@ def tall_cases() -> Iterator[Case]:
         yield from encoded_cases(sizes)
         yield from state_cases(replace(QWEN_9B, name=sizes.name, tokens=sizes.tokens))
         yield state_space_case(sizes.name, sizes.tokens, 128, 8, 64, 128)
+        yield from expert_cases(replace(QWEN_30B, name=sizes.name, tokens=sizes.tokens), 16)
 
 
 def other_cases(name: str) -> Iterator[Case]:

@@ -6,6 +6,7 @@ the diff of the tables says what the change costs or saves.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,17 @@ def test_launches_say_whether_products_and_sums_are_fused(monkeypatch: pytest.Mo
     assert given == {"grid": (1,), "warmup": False, "num_warps": 2, "enable_fp_fusion": True}
     kernel[(1,)](3, enable_fp_fusion=False)
     assert given["enable_fp_fusion"] is False
+
+
+def test_kernels_are_made_by_the_launcher() -> None:
+    """Those that `launch.kernel` has not made would take Triton's default."""
+    others = [
+        f"{path.name}: {name}"
+        for path in (ROOT / "triton_kernels").glob("*.py")
+        for made, name in re.findall(r"^@(\S+?)(?:\(.*\))?\ndef (_\w+_kernel)\(", path.read_text("utf-8"), re.MULTILINE)
+        if made != "kernel"
+    ]
+    assert others == []
 
 
 def _does_nothing(number: int) -> None: ...

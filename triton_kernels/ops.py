@@ -18,12 +18,20 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    update: InputUpdate | None,
+    weight_gradient: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Computes dx; an update without H, which the kernel cannot fuse, is added to dy first, in place."""
     if update is not None and update.h_TR is None:
         dy, update = apply_update(dy, update), None
-    return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=weight_gradient)
+    return rmsnorm.rmsnorm_backward(
+        dy, x, weight, rstd, update=update, weight_gradient_F=weight_gradient, residual_TF=residual
+    )
 
 
 def _split_scale(adapters: Sequence[AdapterPlace]) -> tuple[float, Sequence[AdapterPlace]]:

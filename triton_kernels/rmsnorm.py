@@ -2,8 +2,10 @@
 
 Forward:   rstd = 1 / sqrt(mean(x^2) + eps), y = (x rstd) w
 Backward:  g = (dy + u) w, xhat = x rstd
-           dx = rstd (g - xhat mean(g xhat))
+           dx = rstd (g - xhat mean(g xhat)) + residual
            dw = sum over tokens of (dy + u) xhat
+
+The residual is the gradient that x, a residual stream, has from what comes after the branch.
 
 u = drop'(dH A) is the adapters' part of y's gradient (triton_kernels.lora). It is added where dy is consumed, so it
 never lies in memory. Its share of mean(g xhat) needs no product: y is the adapters' input, hence
@@ -102,6 +104,12 @@ def _forward_kernel(
 
 
 @kernel
+def _added(dx_TF, residual_TF):
+    """Returns the sum in fp32, of dx rounded as it would be if another kernel added the residual."""
+    return dx_TF.to(residual_TF.dtype).to(tl.float32) + residual_TF.to(tl.float32)
+
+
+@kernel
 def _backward_kernel(
     dy_ptr,
     dy_stride,
@@ -111,10 +119,13 @@ def _backward_kernel(
     rstd_ptr,
     dx_ptr,
     dx_stride,
+    residual_ptr,
+    residual_stride,
     dw_ptr,
     num_tokens,
     num_features,
     tokens_each,
+    RESIDUAL: tl.constexpr,
     WITH_DW: tl.constexpr,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -137,6 +148,9 @@ def _backward_kernel(
         g_TF = dy_TF * weight_F[None, :]
         mean_T1 = (tl.sum(g_TF * xhat_TF, 1) / num_features)[:, None]
         dx_TF = (g_TF - xhat_TF * mean_T1) * rstd_T1
+        if RESIDUAL:
+            residual = residual_ptr + tokens_T[:, None] * residual_stride + features_F[None, :]
+            dx_TF = _added(dx_TF, tl.load(residual, mask=ok_TF, other=0.0))
         tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
     if WITH_DW:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F, dw_F, mask=ok_F)
@@ -216,6 +230,8 @@ def _backward_tiles_kernel(
     rstd_ptr,
     dx_ptr,
     dx_stride,
+    residual_ptr,
+    residual_stride,
     h_ptr,
     h_stride,
     h_scale,
@@ -231,6 +247,7 @@ def _backward_tiles_kernel(
     mask_stride,
     keep_scale,
     UPDATE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     WITH_DW: tl.constexpr,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
@@ -256,6 +273,9 @@ def _backward_tiles_kernel(
         features_F, ok_TF, dy_TF, x_TF, weight_TF = _load_tile(
             dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, tokens_T, ok_T, block * FEATURES, num_features, FEATURES
         )
+        if RESIDUAL:
+            residual = residual_ptr + tokens_T[:, None] * residual_stride + features_F[None, :]
+            residual_TF = tl.load(residual, mask=ok_TF, other=0.0)
         whole_TF = dy_TF.to(tl.float32)
         if UPDATE:
             whole_TF += update_tile(
@@ -284,6 +304,8 @@ def _backward_tiles_kernel(
             dw = dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F
             tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=features_F < num_features)
         dx_TF = (whole_TF * weight_TF - xhat_TF * mean_T1) * rstd_T1
+        if RESIDUAL:
+            dx_TF = _added(dx_TF, residual_TF)
         tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
 
 
@@ -352,7 +374,13 @@ def rmsnorm_forward_codes(x_TF: Tensor, weight_F: Tensor, eps: float, out: Tenso
 
 
 def _launch_backward(
-    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, dx_TF: Tensor, dw_F: Tensor | None
+    dy_TF: Tensor,
+    x_TF: Tensor,
+    weight_F: Tensor,
+    rstd_T: Tensor,
+    dx_TF: Tensor,
+    residual_TF: Tensor | None,
+    dw_F: Tensor | None,
 ) -> None:
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
@@ -374,10 +402,13 @@ def _launch_backward(
         rstd_T,
         dx_TF,
         dx_TF.stride(0),
+        residual_TF,
+        0 if residual_TF is None else residual_TF.stride(0),
         partial,
         num_tokens,
         num_features,
         tokens_each,
+        RESIDUAL=residual_TF is not None,
         WITH_DW=partial is not None,
         TOKENS=tokens,
         FEATURES=features,
@@ -393,6 +424,7 @@ def _launch_backward_tiles(
     weight_F: Tensor,
     rstd_T: Tensor,
     dx_TF: Tensor,
+    residual_TF: Tensor | None,
     dw_F: Tensor | None,
     update: InputUpdate | None,
 ) -> None:
@@ -419,6 +451,8 @@ def _launch_backward_tiles(
         rstd_T,
         dx_TF,
         dx_TF.stride(0),
+        residual_TF,
+        0 if residual_TF is None else residual_TF.stride(0),
         h_TR,
         0 if h_TR is None else h_TR.stride(0),
         h_scale,
@@ -427,6 +461,7 @@ def _launch_backward_tiles(
         num_features,
         *arguments,
         UPDATE=update is not None,
+        RESIDUAL=residual_TF is not None,
         WITH_DW=partial is not None,
         **options,
         TOKENS=SMALLEST_DOT,
@@ -445,9 +480,10 @@ def rmsnorm_backward(
     *,
     update: InputUpdate | None = None,
     weight_gradient_F: Tensor | None = None,
+    residual_TF: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Computes dx = rstd (g - xhat mean(g xhat)), g = (dy + u) w.
+    """Computes dx = rstd (g - xhat mean(g xhat)) + residual, g = (dy + u) w.
 
     Args:
         dy_TF, x_TF: [..., F]; as [T, F], rows any distance apart.
@@ -456,7 +492,8 @@ def rmsnorm_backward(
         update: the adapters' part of dy. With `h_TR`, the H made from this y, it is fused, and else in a
             pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
-        out: [T, F] to write, `dy` included; new, of x's shape and dtype, where None.
+        residual_TF: [..., F] of x's dtype to add to dx after that was rounded; None for none.
+        out: [T, F] to write, `dy` or the residual included; new, of x's shape and dtype, where None.
 
     Returns:
         dx in x's dtype.
@@ -464,12 +501,15 @@ def rmsnorm_backward(
     dy_rows, x_rows = rows_of(dy_TF), rows_of(x_TF)
     dx_rows = torch.empty(x_rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
     rstd_T = rstd_T1.reshape(-1)
+    residual_rows = None if residual_TF is None else rows_of(residual_TF)
     if update is not None and update.h_TR is None:  # added in a pass of its own
         dy_rows, update = add_input_gradient(dy_rows.clone(), update), None
     if update is None and x_rows.shape[1] <= (_LONGEST if weight_gradient_F is None else _LONGEST_SUMMED):
-        _launch_backward(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F)
+        _launch_backward(dy_rows, x_rows, weight_F, rstd_T, dx_rows, residual_rows, weight_gradient_F)
     else:
-        _launch_backward_tiles(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F, update)
+        _launch_backward_tiles(
+            dy_rows, x_rows, weight_F, rstd_T, dx_rows, residual_rows, weight_gradient_F, update
+        )
     return dx_rows.view(x_TF.shape) if out is None else out
 
 
@@ -481,4 +521,5 @@ def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: in
         "forward": 2 * row + weight + rstd,
         "forward_codes": 2 * row + num_tokens * (num_features + 4) + weight + rstd,
         "backward": 3 * row + weight + rstd + update,
+        "backward_residual": 4 * row + weight + rstd + update,
     }

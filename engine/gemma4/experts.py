@@ -61,6 +61,8 @@ class MLPWithExperts(RoutedMLP):
         UserError: see `RoutedMLP`.
     """
 
+    reads_once = False
+
     def __init__(self, place: LayerPlace, sizes: SideExperts) -> None:
         config, build, prefix = place.config, place.build, f"{place.prefix}.mlp"
         super().__init__(

@@ -49,6 +49,9 @@ class Branch(nn.Module):
     """Whether each tensor rank has tokens of its own before whole experts."""
     cached: Any = None
     """What a cache of keys and values keeps of it, an `engine.layers.attention.CachedAttention`; None for nothing."""
+    reads_once = True
+    """Whether one op alone reads the stream. Where several do, each has a gradient of its own, and the order of their
+    sum is autograd's."""
     has_shared = False
     """Whether all tokens share an expert beside those that a router chooses."""
 

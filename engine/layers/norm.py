@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from engine.errors import UserError
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
 from engine.ops.head_norm import HeadNorms
-from engine.ops.inputs import NormInput
+from engine.ops.inputs import NormInput, Stream
 from engine.ops.norm import output_rmsnorm, rmsnorm
 from engine.ops.wide_norm import WideNorm, wide_norms
 
@@ -56,14 +58,20 @@ class RMSNorm(ShardedModule):
         if self.weight.sink is not None:
             self.weight.sink.uses = build.norm_readers
 
-    def as_input(self, divisor: float = 1.0) -> NormInput:
+    def as_input(self, divisor: float = 1.0, around: Stream | None = None) -> NormInput:
         """Returns the norm as what a linear's input is made with, so that its output is never kept.
 
         Args:
             divisor: the output is divided by it.
+            around: the stream that it reads, where one op makes the output.
         """
         return NormInput(
-            weight=self.weight.parameter, eps=self.eps, sink=self.weight.sink, offset=self.offset, divisor=divisor
+            weight=self.weight.parameter,
+            eps=self.eps,
+            sink=self.weight.sink,
+            offset=self.offset,
+            divisor=divisor,
+            around=None if around is None else ref(around),
         )
 
     def with_keys(self, keys: RMSNorm) -> HeadNorms:

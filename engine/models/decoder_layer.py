@@ -18,7 +18,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.inputs import GivenInput, LinearInput
+from engine.ops.inputs import GivenInput, LinearInput, Stream
 
 _Attention = TypeVar("_Attention", bound=Attention)
 _MLP = TypeVar("_MLP", bound=MLP)
@@ -107,10 +107,6 @@ def _given(branches: Sequence[Branch | None]) -> Branch | None:
     return next((branch for branch in branches if branch is not None), None)
 
 
-def _input(norm: RMSNorm | None) -> LinearInput:
-    return GivenInput() if norm is None else norm.as_input()
-
-
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), or one of these alone; `memory` says what stays for backward.
 
@@ -167,20 +163,29 @@ class DecoderLayer(nn.Module):
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.attention is not None:
-            x = self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
+            x = self._beside(self.attention, x, self.input_norm, self.attention_output_norm, context)
         for branch in self.between:
             x = branch.joined(x, context, self.residual_multiplier)
         return x
 
     def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.mlp is not None:
-            x = self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
+            x = self._beside(self.mlp, x, self.post_attention_norm, self.mlp_output_norm, context)
         for branch in self.behind:
             x = branch.joined(x, context, self.residual_multiplier)
         return x
 
-    def _add(self, x: Tensor, branch: Tensor, norm: RMSNorm | None) -> Tensor:
-        return torch.add(x, branch if norm is None else norm.of_output(branch), alpha=self.residual_multiplier)
+    def _beside(
+        self, branch: Branch, x: Tensor, input_norm: RMSNorm | None, output_norm: RMSNorm | None, context: TokenContext
+    ) -> Tensor:
+        """Returns x + multiplier * branch(x)."""
+        stream = Stream(x)
+        source: LinearInput = GivenInput()
+        if input_norm is not None:
+            source = input_norm.as_input(around=stream if branch.reads_once else None)
+        added = branch(x, source, context)
+        added = added if output_norm is None else output_norm.of_output(added)
+        return torch.add(stream.x, added, alpha=self.residual_multiplier)
 
     def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
         return self._with_mlp(self._with_attention(x, context), context)

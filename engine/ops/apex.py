@@ -133,6 +133,7 @@ class FusedRMSNorm:
         rstd: Tensor,
         update: InputUpdate | None,
         weight_gradient: Tensor | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Computes dx.
 
@@ -142,6 +143,7 @@ class FusedRMSNorm:
             rstd: of forward.
             update: the adapters' part of dy.
             weight_gradient: fp32 [F], the weight's gradient is added to it; None where it is frozen.
+            residual: [T, F] to add to dx; None for none.
         """
         if update is not None:
             dy = self.apply_update(dy, update)
@@ -154,7 +156,7 @@ class FusedRMSNorm:
             # apex rounds the weight's gradient to the weight's dtype; sums of it are kept in fp32
             exact = dw.dtype == weight_gradient.dtype
             weight_gradient.add_(dw if exact else reference.rmsnorm_weight_gradient(dy, x, rstd))
-        return dx
+        return dx if residual is None else dx.add_(residual)
 
 
 def _require(part: Part) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,8 +26,39 @@ from engine.ops.norm import offset_weight
 from engine.ops.quantized_products import RowCodes
 
 
+class Stream:
+    """The residual stream around a branch of a layer, which reads it and adds to it.
+
+    Where one op makes the branch's input from the stream x, that op hands x on to the sum behind the branch. Its
+    backward then gets the sum's gradient too, and adds it where it writes its own, in place of a pass of autograd's.
+
+    The layer alone owns it. A source refers to it weakly: ops keep their source for backward, which must not keep what
+    they handed on, their own output.
+
+    Args:
+        x: [T, I].
+
+    Attributes:
+        x: what the branch's output is added to.
+    """
+
+    __slots__ = ("__weakref__", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def passes(self, u: Tensor) -> bool:
+        """Returns whether an op that reads `u` is to hand it on: u is the stream, nothing has handed it on yet, and it
+        has a gradient."""
+        return u is self.x and u.requires_grad and torch.is_grad_enabled()
+
+
 class LinearInput(Protocol):
     """A way to make x from `u`."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream that the op that makes x hands on; None where `gradient_beside` is not there."""
 
     def features(self, u: Tensor) -> int:
         """Returns I."""
@@ -59,7 +91,19 @@ class LinearInput(Protocol):
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
-        """Returns du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
+        """Returns du for the gradient dx + update of x; weight gradients go to their sinks. An update may
+        overwrite dx."""
+
+    def gradient_beside(
+        self,
+        residual: Tensor,
+        dx: Tensor,
+        u: Tensor,
+        statistics: Tensor | None,
+        update: InputUpdate | None,
+        kernels: Kernels,
+    ) -> Tensor:
+        """Returns `gradient` plus `residual`, the gradient of u from elsewhere; only where there is a `stream`."""
 
     def fuses_da(self, kernels: Kernels) -> bool:
         """Returns whether `gradient_and_da` takes less than making x, dA and `gradient`."""
@@ -82,6 +126,10 @@ class _MadeFirst:
 
     __slots__ = ()
 
+    @property
+    def stream(self) -> Stream | None:
+        return None
+
     def features(self, u: Tensor) -> int:
         return u.shape[1]
 
@@ -103,6 +151,17 @@ class _MadeFirst:
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
         raise AssertionError("dA is made from x")
+
+    def gradient_beside(
+        self,
+        residual: Tensor,
+        dx: Tensor,
+        u: Tensor,
+        statistics: Tensor | None,
+        update: InputUpdate | None,
+        kernels: Kernels,
+    ) -> Tensor:
+        raise AssertionError("no stream is handed on")
 
     def fuses_da(self, kernels: Kernels) -> bool:
         return False
@@ -153,11 +212,14 @@ class GivenInput(_MadeFirst):
 class NormInput(_MadeFirst):
     """x = rmsnorm(u) * (weight + offset) / divisor.
 
+    Where it has a stream, one op makes x of it.
+
     Args:
         weight: [I].
         eps: of the norm.
         sink: of the weight's gradient; None where it is frozen.
         offset, divisor: of the model's family; 0 and 1 in most.
+        around: the stream that u is, which the op that makes x hands on; None where several make it.
     """
 
     weight: Tensor
@@ -165,6 +227,11 @@ class NormInput(_MadeFirst):
     sink: GradientSink | None
     offset: float = 0.0
     divisor: float = 1.0
+    around: ref[Stream] | None = None
+
+    @property
+    def stream(self) -> Stream | None:
+        return None if self.around is None else self.around()
 
     def leaves(self) -> tuple[Tensor, ...]:
         return () if self.sink is None else (self.weight,)
@@ -198,14 +265,36 @@ class NormInput(_MadeFirst):
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
+        return self._gradient(None, dx, u, statistics, update, kernels)
+
+    def gradient_beside(
+        self,
+        residual: Tensor,
+        dx: Tensor,
+        u: Tensor,
+        statistics: Tensor | None,
+        update: InputUpdate | None,
+        kernels: Kernels,
+    ) -> Tensor:
+        return self._gradient(residual, dx, u, statistics, update, kernels)
+
+    def _gradient(
+        self,
+        residual: Tensor | None,
+        dx: Tensor,
+        u: Tensor,
+        statistics: Tensor | None,
+        update: InputUpdate | None,
+        kernels: Kernels,
+    ) -> Tensor:
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer
         if self.divisor != 1.0:
             # the gradient of the norm's own output, with all that is added to the gradient of x
-            dx = (dx if update is None else kernels.apply_update(dx, update)).div_(self.divisor)
+            dx = (dx if update is None else kernels.apply_update(dx, update)) / self.divisor
             update = None
         weight = offset_weight(self.weight.detach(), self.offset)
-        du = kernels.norm_backward(dx, u, weight, statistics, update, gradient)
+        du = kernels.norm_backward(dx, u, weight, statistics, update, gradient, residual)
         if self.sink is not None:
             self.sink.added()
         return du
@@ -384,6 +473,10 @@ class KeptInput(_MadeFirst):
         self._held: Tensor | None = None
         """The output of the node that holds x: an older torch lets a node go with its last output."""
 
+    @property
+    def stream(self) -> Stream | None:
+        return self._source.stream
+
     def features(self, u: Tensor) -> int:
         return self._source.features(u)
 
@@ -437,6 +530,17 @@ class KeptInput(_MadeFirst):
     ) -> Tensor:
         return self._source.gradient(dx, u, statistics, update, kernels)
 
+    def gradient_beside(
+        self,
+        residual: Tensor,
+        dx: Tensor,
+        u: Tensor,
+        statistics: Tensor | None,
+        update: InputUpdate | None,
+        kernels: Kernels,
+    ) -> Tensor:
+        return self._source.gradient_beside(residual, dx, u, statistics, update, kernels)
+
     def fuses_da(self, kernels: Kernels) -> bool:
         """Follows the source, where that makes dA in another order than from x."""
         return kernels.swiglu_backward_adapted is not None and self._source.fuses_da(kernels)
@@ -455,23 +559,43 @@ class KeptInput(_MadeFirst):
         return self._source.gradient_and_da(dx, u, update, dh, mask, low_rank, kernels)
 
 
+def input_gradient(
+    source: LinearInput,
+    residual: Tensor | None,
+    dx: Tensor,
+    u: Tensor,
+    statistics: Tensor | None,
+    update: InputUpdate | None,
+    kernels: Kernels,
+) -> Tensor:
+    """Returns du; with a residual, that of the stream that was handed on, du plus that."""
+    if residual is None:
+        return source.gradient(dx, u, statistics, update, kernels)
+    return source.gradient_beside(residual, dx, u, statistics, update, kernels)
+
+
 class _Made(torch.autograd.Function):
     """The leaves are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, source: LinearInput, kernels: Kernels, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, u: Tensor, source: LinearInput, kernels: Kernels, passes: bool, *leaves: Tensor) -> Any:
         x, statistics = source.make(u, None, kernels)
         ctx.save_for_backward(u, statistics)
         ctx.source, ctx.kernels, ctx.num_leaves = source, kernels, len(leaves)
-        return x.view_as(x) if x is u else x
+        x = x.view_as(x) if x is u else x
+        return (x, u.view_as(u)) if passes else x
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dx: Tensor, residual: Tensor | None = None) -> tuple[Any, ...]:
         u, statistics = ctx.saved_tensors
-        du = ctx.source.gradient(dx.clone(), u, statistics, None, ctx.kernels)  # which may overwrite it
-        return du, None, None, *([None] * ctx.num_leaves)
+        du = input_gradient(ctx.source, residual, dx, u, statistics, None, ctx.kernels)
+        return du, None, None, None, *([None] * ctx.num_leaves)
 
 
 def compute_input(u: Tensor, source: LinearInput, kernels: Kernels) -> Tensor:
-    """Returns x itself, where more reads it than one linear."""
-    return _Made.apply(u, source, kernels, *source.leaves())
+    """Returns x itself, where more reads it than one linear; a stream that is u is handed on."""
+    stream = source.stream
+    if stream is None or not stream.passes(u):
+        return _Made.apply(u, source, kernels, False, *source.leaves())
+    x, stream.x = _Made.apply(u, source, kernels, True, *source.leaves())
+    return x

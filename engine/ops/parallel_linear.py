@@ -39,7 +39,7 @@ from engine.distributed.collectives import (
     reduce_scatter_async,
 )
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.inputs import LinearInput
+from engine.ops.inputs import LinearInput, input_gradient
 from engine.ops.operands import Inputs, LinearOperands, OutputGradient, Update, accumulate_base
 from engine.ops.products import FOLDED, SEPARATE, in_context
 from engine.ops.quantized_products import RowCodes
@@ -50,9 +50,16 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
-    ) -> Tensor:
-        u, operands = _along_features(u), in_context(operands, context)
+        ctx: Any,
+        u: Tensor,
+        source: LinearInput,
+        operands: LinearOperands,
+        context: TokenContext,
+        passes: bool,
+        *leaves: Tensor,
+    ) -> Any:
+        """Returns y; and u, where it `passes`."""
+        stream, u, operands = u, _along_features(u), in_context(operands, context)
         way, gathers = operands.forward_way, operands.gathers
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
         made = way.inputs(operands, u, source, mask, gathers=gathers)
@@ -63,10 +70,10 @@ class _ColumnLinear(torch.autograd.Function):
             y.add_(operands.bias_O)
         ctx.save_for_backward(u, made.statistics, h, mask)
         ctx.source, ctx.operands, ctx.num_leaves = source, operands, len(leaves)
-        return y
+        return (y, stream.view_as(stream)) if passes else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, residual: Tensor | None = None) -> tuple[Any, ...]:
         dy = _along_features(dy)
         u, statistics, h, mask = ctx.saved_tensors
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
@@ -96,8 +103,8 @@ class _ColumnLinear(torch.autograd.Function):
                 dx, adds = low_rank.updated(dx, dh, mask, _local_rows(operands, h, dh), operands.kernels)
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
-        du = source.gradient(dx, u, statistics, adds, operands.kernels) if needs_du else None
-        return (du, None, None, None, *([None] * ctx.num_leaves))
+        du = input_gradient(source, residual, dx, u, statistics, adds, operands.kernels) if needs_du else None
+        return (du, None, None, None, None, *([None] * ctx.num_leaves))
 
 
 def _along_features(rows: Tensor) -> Tensor:
@@ -239,7 +246,7 @@ class _RowLinear(torch.autograd.Function):
 def column_linear(
     u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """Computes a column-parallel linear.
+    """Computes a column-parallel linear. A stream that is u is handed on, see engine.ops.inputs.Stream.
 
     Args:
         u: the tensor from which the input is computed: [T, ...], or [T / tp, ...] with sequence parallelism.
@@ -251,7 +258,12 @@ def column_linear(
     Returns:
         [T, O / tp].
     """
-    return _ColumnLinear.apply(u, source, operands, context, *leaves, *_chosen_leaves(operands, context))
+    leaves = (*leaves, *_chosen_leaves(operands, context))
+    stream = source.stream
+    if stream is None or not stream.passes(u):
+        return _ColumnLinear.apply(u, source, operands, context, False, *leaves)
+    y, stream.x = _ColumnLinear.apply(u, source, operands, context, True, *leaves)
+    return y
 
 
 def row_linear(

@@ -119,6 +119,33 @@ def test_backward_with_an_adapters_update(
 
 
 @places
+@pytest.mark.parametrize("shape", [(5, 123), (19, 300), (18, 8300)], ids=str)
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("updated", [False, True])
+def test_backward_adds_a_residual(place, shape: tuple[int, int], trained: bool, updated: bool) -> None:
+    """A residual stream through its norm, and past it: autograd's gradient of x + f(norm(x))."""
+    x, weight, dy = _inputs(place, *shape)
+    rstd = reference.rmsnorm_forward(x, weight, EPS)[1]
+    residual = random_rows(place, *shape, gap=7, seed=6)
+    a, dh, h = (random_rows(place, *size, seed=8) for size in ((3, shape[1]), (shape[0], 3), (shape[0], 3)))
+    update = InputUpdate(dh_TR=dh, a_RI=a, h_TR=h) if updated else None
+    dw, dw_alone = (torch.zeros(shape[1], device=place[0]) if trained else None for _ in range(2))
+    alone = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=dw_alone)
+    dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=dw, residual_TF=residual)
+    if place[1] != torch.float32:  # where nothing is rounded, product and sum may be one instruction
+        assert torch.equal(dx, alone + residual)
+    torch.testing.assert_close(dx, alone + residual)
+    assert dw is None or dw_alone is None or torch.equal(dw, dw_alone)
+    if not updated:
+
+        def loss(x: Tensor) -> Tensor:
+            return (rms_norm(x, weight.to(x.dtype)) * dy.to(x.dtype)).sum() + (x * residual.to(x.dtype)).sum()
+
+        (torch_dx,), (exact_dx,) = _gradients(loss, x)
+        assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
+
+
+@places
 def test_backward_may_overwrite_its_inputs(place) -> None:
     x, weight, dy = _inputs(place, 4, 40)
     a, dh, h = (random_rows(place, *shape) for shape in ((3, 40), (4, 3), (4, 3)))

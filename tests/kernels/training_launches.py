@@ -157,7 +157,7 @@ def _adapted(num_tokens: int, linear: _Linear, adapters: Adapters, dtype: torch.
     if linear.made_by == "norm":
         assert rstd is not None
         for weight_gradient in (None, torch.empty(width)):
-            TRITON.norm_backward(dx, u, weight, rstd, update, weight_gradient)
+            TRITON.norm_backward(dx, u, weight, rstd, update, weight_gradient, again)
     elif linear.made_by == "swiglu":
         assert TRITON.swiglu_backward_adapted is not None
         TRITON.swiglu_backward_adapted(dx, gate_up, update, dh, mask, scale, sections)
@@ -204,13 +204,15 @@ def _mask(num_tokens: int, num_features: int, adapters: Adapters) -> Tensor | No
 
 
 def norm_cases(width: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Yields norms without adapters: forward, its codes, and backward with a frozen and with a trained weight."""
+    """Yields norms without adapters: forward, its codes, and backward with a frozen and with a trained weight,
+    alone and with a residual."""
 
     def launch() -> None:
         x, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(width, dtype=dtype)
         rstd = TRITON.norm_forward(x, weight, EPS, torch.empty_like(x))
         for gradient in (None, torch.empty(width)):
-            TRITON.norm_backward(x, x, weight, rstd, None, gradient)
+            for residual in (None, x):
+                TRITON.norm_backward(x, x, weight, rstd, None, gradient, residual)
 
     def codes() -> None:
         x, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(width, dtype=dtype)

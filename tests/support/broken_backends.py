@@ -41,8 +41,10 @@ def without_the_mask_in_da(kernels: Kernels) -> Kernels:
 
 
 def without_the_update_in_norms(kernels: Kernels) -> Kernels:
-    def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: Any, gradient: Any) -> Tensor:
-        return kernels.norm_backward(dy, x, weight, rstd, None, gradient)
+    def norm_backward(
+        dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: Any, gradient: Any, residual: Any = None
+    ) -> Tensor:
+        return kernels.norm_backward(dy, x, weight, rstd, None, gradient, residual)
 
     return replace(kernels, norm_backward=norm_backward)
 

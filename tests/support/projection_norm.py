@@ -37,13 +37,20 @@ def norms_by_projection() -> tuple[Kernels, Callable[[], int]]:
     seen = 0
 
     def norm_backward(
-        dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        update: InputUpdate | None,
+        weight_gradient: Tensor | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         nonlocal seen
         if update is None or update.h_TR is None or weight_gradient is not None:
-            return REFERENCE.norm_backward(dy, x, weight, rstd, update, weight_gradient)
+            return REFERENCE.norm_backward(dy, x, weight, rstd, update, weight_gradient, residual)
         seen += 1
         added = REFERENCE.apply_update(torch.zeros_like(dy), update)
-        return rmsnorm_backward_with_update(dy, x, weight, rstd, added, update.dh_TR, update.h_TR * update.h_scale)
+        dx = rmsnorm_backward_with_update(dy, x, weight, rstd, added, update.dh_TR, update.h_TR * update.h_scale)
+        return dx if residual is None else dx + residual
 
     return replace(REFERENCE, norm_backward=norm_backward), lambda: seen

@@ -70,6 +70,8 @@ class SideBySide(Branch):
         UserError: the heads of one of them do not fit the layout.
     """
 
+    reads_once = False
+
     def __init__(self, place: LayerPlace, sizes: MambaBesideAttention) -> None:
         super().__init__()
         self.mamba = sizes.mixer(place, place.inner_site)

@@ -92,7 +92,14 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    update: InputUpdate | None,
+    weight_gradient: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Computes the op of this name; see engine.ops.kernels.norm."""
-    return rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient=weight_gradient)
+    dx = rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient=weight_gradient)
+    return dx if residual is None else dx.add_(residual)

@@ -2,8 +2,9 @@
 
 norm_forward(x [..., F], weight [F], eps, out) -> 1 / rms [..., 1]: y into `out`.
 
-norm_backward(dy, x, weight, rstd, update, weight_gradient) -> dx [..., F], for a gradient dy that still lacks `update`,
-an `InputUpdate` or None. Adds the weight's gradient to `weight_gradient` [F], fp32, if given.
+norm_backward(dy, x, weight, rstd, update, weight_gradient, residual) -> dx [..., F], for a gradient dy that still lacks
+`update`, an `InputUpdate` or None. Adds the weight's gradient to `weight_gradient` [F], fp32, if given. Adds `residual`
+[..., F] of x's dtype, the gradient that x has from elsewhere, to dx as it was rounded, if given.
 """
 
 from __future__ import annotations
@@ -36,13 +37,20 @@ NORM_FORWARD = Op(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    update: InputUpdate | None,
+    weight_gradient: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     if update is not None:
         dy = reference.apply_update(dy, update)
     if weight_gradient is not None:
         weight_gradient.add_(reference.rmsnorm_weight_gradient(dy, x, rstd))
-    return reference.rmsnorm_backward(dy, x, weight, rstd)
+    dx = reference.rmsnorm_backward(dy, x, weight, rstd)
+    return dx if residual is None else dx.add_(residual)
 
 
 NORM_BACKWARD = Op(

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, kernel, num_processors, num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, kernel, known_multiple, num_processors, num_warps, power_of_2, rows_of
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
@@ -67,7 +67,9 @@ def _forward_kernel(
     eps,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):
+    half = half // MULTIPLE * MULTIPLE
     token = tl.program_id(0).to(tl.int64)
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
@@ -167,7 +169,9 @@ def _backward_kernel(
     WITH_DW: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):
+    half = half // MULTIPLE * MULTIPLE
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
     normed, all_heads = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads
@@ -269,6 +273,7 @@ def norm_rope_split(
             eps,
             HEADS=heads,
             COLUMNS=columns,
+            MULTIPLE=known_multiple(head_dim // 2),
             num_warps=num_warps(heads * columns),
         )
     return q, k, rstd
@@ -328,6 +333,7 @@ def norm_rope_merge(
         WITH_DW=trains,
         HEADS=heads,
         COLUMNS=columns,
+        MULTIPLE=known_multiple(head_dim // 2),
         num_warps=num_warps(heads * columns),
     )
     if partial is not None:

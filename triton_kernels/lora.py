@@ -69,7 +69,10 @@ def _project_kernel(
     padding_ptr,
     padding_stride,
     num_padding,
+    copy_ptr,
+    copy_stride,
     MASKED: tl.constexpr,
+    COPY: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -83,13 +86,18 @@ def _project_kernel(
     if PADDING > 0:
         clear_padding(padding_ptr, padding_stride, num_padding, tokens_T, ok_T, PADDING)
     first = tl.program_id(1) * split_length
+    # once, whatever the blocks of ranks
+    copied_T = tokens_T < tl.where(tl.program_id(2) == 0, num_tokens, 0)
     h_TR = tl.zeros([TOKENS, RANKS], tl.float32)
     for start in range(first, tl.minimum(first + split_length, num_inputs), INPUTS):
         inputs_I = start + tl.arange(0, INPUTS)
         ok_I = inputs_I < num_inputs
-        x_TI = tl.load(
-            x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
-        ).to(DOT)
+        ok_TI = ok_T[:, None] & ok_I[None, :]
+        x_TI = tl.load(x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_TI, other=0.0)
+        if COPY:
+            copy = copy_ptr + tokens_T[:, None] * copy_stride + inputs_I[None, :]
+            tl.store(copy, x_TI, mask=copied_T[:, None] & ok_I[None, :])
+        x_TI = x_TI.to(DOT)
         if MASKED:
             keep_TI = keep_tile(mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_inputs + 7) // 8, INPUTS // 8)
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
@@ -110,6 +118,7 @@ def project(
     *,
     keep_scale: float = 1.0,
     out: Tensor | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """Computes H = drop(x) A^T.
 
@@ -120,6 +129,7 @@ def project(
         keep_scale: 1 / (1 - p), times any other factor of the fp32 result.
         out: [T, R or more] view to write (the last columns of [x | H | padding], say), zeros after the first R columns;
             new where None.
+        copy: [T, I] view to write x to while it is read (the first columns of [x | H | padding], say); None for none.
 
     Returns:
         [T, R] in x's dtype.
@@ -157,7 +167,10 @@ def project(
         padding if num_padding > 0 else None,
         padding.stride(0),
         num_padding,
+        copy,
+        0 if copy is None else copy.stride(0),
         MASKED=mask is not None,
+        COPY=copy is not None,
         TOKENS=tokens,
         INPUTS=inputs,
         RANKS=ranks,
@@ -406,6 +419,8 @@ def rank_options(x: Tensor, num_ranks: int) -> dict[str, object]:
 def _add_input_gradient_kernel(
     dx_ptr,
     dx_stride,
+    out_ptr,
+    out_stride,
     num_tokens,
     num_inputs,
     dh_ptr,
@@ -449,27 +464,32 @@ def _add_input_gradient_kernel(
         RANKS,
         MANY,
     )
-    dx = dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :]
-    tl.store(dx, tl.load(dx, mask=ok_TI, other=0.0).to(tl.float32) + update_TI, mask=ok_TI)
+    dx_TI = tl.load(dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :], mask=ok_TI, other=0.0)
+    out = out_ptr + tokens_T[:, None] * out_stride + inputs_I[None, :]
+    tl.store(out, dx_TI.to(tl.float32) + update_TI, mask=ok_TI)
 
 
-def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
-    """Adds drop'(dH A) to dX, in place.
+def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None = None) -> Tensor:
+    """Computes dX + drop'(dH A); in place unless `out` is given.
 
     Args:
         dx_TI: [T, I]; contiguous columns, rows any distance apart.
         update: dH, A and mask.
+        out: [T, I] of dX's dtype, rows any distance apart.
 
     Returns:
-        `dx_TI`.
+        `out`, or `dx_TI`.
     """
     num_tokens, num_inputs = dx_TI.shape
+    out = dx_TI if out is None else out
     if dx_TI.numel() == 0:
-        return dx_TI
+        return out
     tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs, SMALLEST_DOT, 128)
     _add_input_gradient_kernel[(ceil_div(num_tokens, tokens), ceil_div(num_inputs, inputs))](
         dx_TI,
         dx_TI.stride(0),
+        out,
+        out.stride(0),
         num_tokens,
         num_inputs,
         *update_arguments(update),
@@ -478,7 +498,7 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
         INPUTS=inputs,
         num_warps=4,
     )
-    return dx_TI
+    return out
 
 
 def bytes_moved(num_tokens: int, num_inputs: int, num_ranks: int, itemsize: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
@@ -41,11 +42,17 @@ def _split_scale(adapters: Sequence[AdapterPlace]) -> tuple[float, Sequence[Adap
 
 
 def project(
-    x: Tensor, a_RI: Tensor, mask: Tensor | None, keep_scale: float, adapters: Sequence[AdapterPlace], out: Tensor
+    x: Tensor,
+    a_RI: Tensor,
+    mask: Tensor | None,
+    keep_scale: float,
+    adapters: Sequence[AdapterPlace],
+    out: Tensor,
+    copy: Tensor | None = None,
 ) -> None:
     """Computes H into `out`."""
     common, own = _split_scale(adapters)
-    h_TR = lora.project(x, a_RI, mask, keep_scale=keep_scale * common, out=out)
+    h_TR = lora.project(x, a_RI, mask, keep_scale=keep_scale * common, out=out, copy=copy)
     scale_projection(h_TR, own)
 
 
@@ -108,8 +115,10 @@ def add_output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[Adapter
 
 
 def apply_update(dx: Tensor, update: InputUpdate) -> Tensor:
-    """Adds an update."""
-    return lora.add_input_gradient(rows_of(dx), update)
+    """Adds an update; into a dense tensor where rows of dx have gaps, because attention's backward copies such."""
+    rows = rows_of(dx)
+    out = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=dx.dtype, device=dx.device)
+    return lora.add_input_gradient(rows, update, out=out)
 
 
 def split_rotate(

@@ -103,7 +103,7 @@ def _forward_kernel(
         )
 
 
-@kernel
+@triton.jit
 def _added(dx_TF, residual_TF):
     """Returns the sum in fp32, of dx rounded as it would be if another kernel added the residual."""
     return dx_TF.to(residual_TF.dtype).to(tl.float32) + residual_TF.to(tl.float32)
@@ -507,9 +507,7 @@ def rmsnorm_backward(
     if update is None and x_rows.shape[1] <= (_LONGEST if weight_gradient_F is None else _LONGEST_SUMMED):
         _launch_backward(dy_rows, x_rows, weight_F, rstd_T, dx_rows, residual_rows, weight_gradient_F)
     else:
-        _launch_backward_tiles(
-            dy_rows, x_rows, weight_F, rstd_T, dx_rows, residual_rows, weight_gradient_F, update
-        )
+        _launch_backward_tiles(dy_rows, x_rows, weight_F, rstd_T, dx_rows, residual_rows, weight_gradient_F, update)
     return dx_rows.view(x_TF.shape) if out is None else out
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, kernel, num_warps, power_of_2
+from engine.kernels.triton.launch import ceil_div, kernel, known_multiple, num_warps, power_of_2
 
 
 @triton.jit
@@ -64,8 +64,10 @@ def _packed_kernel(
     MERGE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):
     """Splits packed to q, k, v; or back, turning the other way. A tile of heads may belong to several of the three."""
+    half = half // MULTIPLE * MULTIPLE
     token = tl.program_id(0).to(tl.int64)
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
@@ -124,6 +126,7 @@ def _launch_packed(
         MERGE=merge,
         HEADS=heads,
         COLUMNS=columns,
+        MULTIPLE=known_multiple(head_dim // 2),
         num_warps=num_warps(heads * columns),
     )
 

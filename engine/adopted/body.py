@@ -152,6 +152,9 @@ class _DividedInput(GivenInput):
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         return torch.div(u, self.divisor, out=out), None
 
+    def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
+        return False
+
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         return *self.make(u, None, kernels), None
 

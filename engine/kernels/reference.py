@@ -142,7 +142,7 @@ def project(x_TI: Tensor, a_RI: Tensor, mask_TI: Tensor | None, keep_scale: floa
 
 def scaled_projection(
     projection: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None],
-) -> Callable[[Tensor, Tensor, Tensor | None, float, Sequence[AdapterPlace], Tensor], None]:
+) -> Callable[..., None]:
     """Makes the op `project` of drop(x) A^T into `out` [T, R], which knows nothing of scales and padding."""
 
     def scaled(
@@ -152,8 +152,11 @@ def scaled_projection(
         keep_scale: float,
         adapters: Sequence[AdapterPlace],
         out: Tensor,
+        copy: Tensor | None = None,
     ) -> None:
         num_ranks = a_RI.shape[0]
+        if copy is not None:
+            copy.copy_(x)
         if out.shape[1] > num_ranks or out.stride(0) > num_ranks:
             # H's columns too: 16-bit products on a CPU multiply up to 63 columns beyond x by zero, which a NaN there
             # outlives

@@ -138,9 +138,15 @@ class LowRank:
             return None
         return kernels.draw_mask(self.dropout.key(token_index, features, context.step))
 
-    def project(self, x_TI: Tensor, mask: Tensor | None, kernels: Kernels, out: Tensor) -> Tensor:
-        """Computes H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these."""
-        kernels.project(x_TI, self.a_RI, mask, self.scale_of(mask), self.adapters, out)
+    def project(
+        self, x_TI: Tensor, mask: Tensor | None, kernels: Kernels, out: Tensor, *, copy: Tensor | None = None
+    ) -> Tensor:
+        """Computes H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these.
+
+        Args:
+            copy: [T, I] to write x to on the way, where all tokens have these adapters; None for none.
+        """
+        kernels.project(x_TI, self.a_RI, mask, self.scale_of(mask), self.adapters, out, copy)
         return out[:, : self.rank]
 
     def expand(self, y_TO: Tensor, h_TR: Tensor) -> None:

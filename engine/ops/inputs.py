@@ -69,8 +69,8 @@ class LinearInput(Protocol):
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         """Makes x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
 
-    def fuses_h(self, kernels: Kernels) -> bool:
-        """Returns whether `make_and_project` takes less than `make` and H after it."""
+    def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
+        """Returns whether `make_and_project`, into `out` where given, takes less than `make` and H after it."""
 
     def make_and_project(
         self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
@@ -136,7 +136,7 @@ class _MadeFirst:
     def leaves(self) -> tuple[Tensor, ...]:
         return ()
 
-    def fuses_h(self, kernels: Kernels) -> bool:
+    def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
         return False
 
     def make_and_project(
@@ -198,6 +198,17 @@ class GivenInput(_MadeFirst):
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         return (u, None) if out is None else (out.copy_(u), None)
+
+    def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
+        return out is not None
+
+    def make_and_project(
+        self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
+    ) -> Tensor:
+        """Copies u where it is read for H."""
+        assert out is not None
+        low_rank.project(u, mask, kernels, h_out, copy=out)
+        return out
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         return u, None, None
@@ -309,7 +320,7 @@ class SwiGLUInput(_Gated):
         kernels.swiglu_forward(u, x)
         return x, None
 
-    def fuses_h(self, kernels: Kernels) -> bool:
+    def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
         return kernels.swiglu_project is not None
 
     def make_and_project(
@@ -494,8 +505,8 @@ class KeptInput(_MadeFirst):
             self._x = x
         return x, statistics
 
-    def fuses_h(self, kernels: Kernels) -> bool:
-        return self._source.fuses_h(kernels)
+    def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
+        return self._source.fuses_h(kernels, out)
 
     def make_and_project(
         self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor

@@ -39,7 +39,7 @@ class Separate:
             x, statistics, codes = source.make_rows(u, kernels)
             codes = codes if codes is not None else operands.encoded.rows(x)
             return Inputs(codes, self._projection(operands, x, mask), statistics)
-        if low_rank is not None and low_rank.is_one and source.fuses_h(kernels):
+        if low_rank is not None and low_rank.is_one and source.fuses_h(kernels, None):
             h = u.new_empty(u.shape[0], low_rank.rank)
             return Inputs(source.make_and_project(u, None, mask, low_rank, kernels, h), h, None)
         x, statistics = source.make(u, None, kernels)
@@ -90,7 +90,7 @@ class Folded:
         assert low_rank is not None
         buffer = u.new_empty(u.shape[0], operands.extended_OE.shape[1])
         x, beside = buffer.tensor_split([features], dim=1)
-        if source.fuses_h(operands.kernels):
+        if low_rank.is_one and source.fuses_h(operands.kernels, x):
             source.make_and_project(u, x, mask, low_rank, operands.kernels, beside)
             return Inputs(buffer, beside[:, : low_rank.rank], None)
         _, statistics = source.make(u, x, operands.kernels)

@@ -212,9 +212,12 @@ def test_apply_update(place, shape: tuple[int, int, int], mask) -> None:
     exact, torchs = REFERENCE.apply_update(dx.double(), wide), REFERENCE.apply_update(dx.clone(), plain)
     turned = dx.t().clone(memory_format=torch.contiguous_format).t()
     assert_as_exact_as_torch(TRITON.apply_update(turned, ours), torchs, exact, "dX with gaps between its columns")
+    dense = dx.clone(memory_format=torch.contiguous_format)
     result = TRITON.apply_update(dx, ours)
-    assert result.data_ptr() == dx.data_ptr(), "in place"
+    assert result.is_contiguous(), "not as attention's backward reads it"
     assert_as_exact_as_torch(result, torchs, exact, "dX")
+    assert TRITON.apply_update(dense, ours).data_ptr() == dense.data_ptr(), "not in place"
+    assert torch.equal(dense, result)
 
 
 @long_places

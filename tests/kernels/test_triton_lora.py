@@ -44,6 +44,10 @@ def test_project(place, shape: tuple[int, ...], dropout) -> None:
         assert_rounded_once(ours, exact, "H")
         assert (wide[:, 4 + rank : -2] == 0).all(), "left something in the padding"
         assert (wide[:, :4] == 7).all() and (wide[:, -2:] == 7).all(), "wrote outside its columns"
+    beside = torch.full((num_tokens, num_inputs + rank + 1), 7.0, dtype=place[1], device=place[0])
+    copy, low = beside.tensor_split([num_inputs], dim=1)
+    assert torch.equal(lora.project(x, a, mask, keep_scale=keep_scale, out=low, copy=copy), ours)
+    assert torch.equal(copy, x) and (low[:, rank:] == 0).all()
 
 
 @places
@@ -103,8 +107,11 @@ def test_add_input_gradient(place, shape: tuple[int, ...], dropout) -> None:
     mask, keep_scale, factor = drawn_mask(place, num_tokens, num_inputs, dropout, probability=0.25)
     exact = dx.double() + (dh.double() @ a.double()) * factor.double()
     torchs = dx + (dh @ a) * factor.to(dx.dtype)
-    ours = lora.add_input_gradient(dx, InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale))
-    assert ours is dx
+    update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale)
+    elsewhere = torch.empty_like(dx)
+    assert lora.add_input_gradient(dx, update, out=elsewhere) is elsewhere
+    ours = lora.add_input_gradient(dx, update)
+    assert ours is dx and torch.equal(ours, elsewhere)
     assert_as_exact_as_torch(ours, torchs, exact, "dX")
     assert_rounded_once(ours, exact, "dX")
 

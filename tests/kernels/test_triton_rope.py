@@ -12,7 +12,7 @@ from engine.kernels import reference
 from engine.kernels.triton import rope
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 
-SHAPES = [(5, 3, 1, 10), (1, 1, 1, 2), (7, 6, 2, 64), (2, 40, 8, 128)]
+SHAPES = [(5, 3, 1, 10), (1, 1, 1, 2), (3, 4, 2, 48), (7, 6, 2, 64), (2, 40, 8, 128)]
 """tokens, query heads, key heads, head dimension."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
 from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
-from engine.kernels.triton import grouped, grouped_factors, lora, quantize
+from engine.kernels.triton import grouped, grouped_factors, quantize
 from engine.ops.kernels import backend
 
 TRITON = backend("triton")
@@ -140,6 +140,8 @@ def _adapted(num_tokens: int, linear: _Linear, adapters: Adapters, dtype: torch.
         assert TRITON.swiglu_project is not None
         TRITON.swiglu_project(gate_up, x, a_RI, mask, scale, sections, h)
     TRITON.project(x, a_RI, mask, scale, sections, h)
+    if linear.made_by == "attention" and adapters.folded:  # its output is copied beside H
+        TRITON.project(u, a_RI, mask, scale, sections, h, x)
 
     kept_h, again, (dx, low) = empty(num_tokens, ranks), empty(num_tokens, width), beside(num_tokens)
     dy, dh = empty(num_tokens, sum(linear.outputs)), low[:, :ranks]
@@ -163,7 +165,7 @@ def _adapted(num_tokens: int, linear: _Linear, adapters: Adapters, dtype: torch.
         TRITON.swiglu_backward_adapted(dx, gate_up, update, dh, mask, scale, sections)
         TRITON.swiglu_backward(dx, gate_up, update)
     else:
-        lora.add_input_gradient(dx, update)
+        TRITON.apply_update(dx, update)
 
 
 def _sections(linear: _Linear, adapters: Adapters, b_OR: Tensor) -> list[AdapterSection]:
@@ -227,9 +229,7 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
     """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, dropout, sums of rows, the
     choice of a token, and the loss."""
     empty = partial(torch.empty, dtype=dtype)
-    tokens, half = sizes.tokens, sizes.head_dim // 2
-    heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
-    packed_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    tokens = sizes.tokens
 
     def swiglu() -> None:
         gate_up, y = empty(tokens, 2 * sizes.intermediate), empty(tokens, sizes.intermediate)
@@ -239,21 +239,6 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
     def swiglu_codes() -> None:
         assert TRITON.row_codes is not None
         TRITON.row_codes.swiglu(empty(tokens, 2 * sizes.intermediate), empty(tokens, sizes.intermediate))
-
-    def rope() -> None:
-        table = torch.empty(tokens, half)
-        parts = TRITON.split_rotate(empty(tokens, packed_width), table, table, *heads)
-        TRITON.split_rotate_backward(*parts, table, table)
-
-    def head_norm() -> None:
-        table, weights = torch.empty(tokens, half), (empty(2 * half), empty(2 * half))
-        packed = empty(tokens, packed_width)
-        assert TRITON.head_norms is not None
-        q, k, rstd = TRITON.head_norms.forward(packed, weights, EPS, table, table, *heads)
-        trained = (torch.empty(2 * half), torch.empty(2 * half))
-        for gradients in ((None, None), trained):
-            parts = (q, k, torch.empty_like(k))
-            TRITON.head_norms.backward(parts, packed, weights, rstd, table, table, weight_gradients=gradients)
 
     def drop() -> None:
         key = DropoutKey(
@@ -281,9 +266,37 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
         TRITON.loss.gradient(logits, targets, one, one, one, one)
 
     yield from norm_cases(sizes.hidden, tokens, dtype)
-    for launch in (swiglu, rope, head_norm, drop, combine, sampling, loss):
+    yield Case(f"{sizes.name} swiglu", swiglu)
+    yield from head_cases(sizes, dtype)
+    for launch in (drop, combine, sampling, loss):
         yield Case(f"{sizes.name} {launch.__name__}", launch)
     yield Case(f"{sizes.name} swiglu with codes", swiglu_codes, E4M3_SINCE)
+
+
+def head_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Yields the rotary embedding, and norms of heads."""
+    empty = partial(torch.empty, dtype=dtype)
+    tokens, half = sizes.tokens, sizes.head_dim // 2
+    heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
+    packed_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+
+    def rope() -> None:
+        table = torch.empty(tokens, half)
+        parts = TRITON.split_rotate(empty(tokens, packed_width), table, table, *heads)
+        TRITON.split_rotate_backward(*parts, table, table)
+
+    def head_norm() -> None:
+        table, weights = torch.empty(tokens, half), (empty(2 * half), empty(2 * half))
+        packed = empty(tokens, packed_width)
+        assert TRITON.head_norms is not None
+        q, k, rstd = TRITON.head_norms.forward(packed, weights, EPS, table, table, *heads)
+        trained = (torch.empty(2 * half), torch.empty(2 * half))
+        for gradients in ((None, None), trained):
+            parts = (q, k, torch.empty_like(k))
+            TRITON.head_norms.backward(parts, packed, weights, rstd, table, table, weight_gradients=gradients)
+
+    for launch in (rope, head_norm):
+        yield Case(f"{sizes.name} {launch.__name__}", launch)
 
 
 def encoded_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
@@ -532,6 +545,8 @@ def training_cases() -> Iterator[Case]:
     yield from adapter_cases(LLAMA_70B, Adapters(rank=16))
     yield from elementwise_cases(LLAMA_70B)
     yield from encoded_cases(LLAMA_70B)
+    for head_dim in (48, 80):  # half of which no 16 divides
+        yield from head_cases(replace(LLAMA_8B, name=f"heads of {head_dim}", head_dim=head_dim))
     for width in (5120, 16384, 20480):
         yield from norm_cases(width, LLAMA_8B.tokens)
     for rank in (4, 12):  # whose rows of H begin where no 16 bytes do

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankfold.benchmarking.oracles import halves_twice, rms_norm, rotated_heads, with_gradients
 
-SHAPES = [(5, 3, 1, 10), (1, 4, 4, 2), (0, 2, 1, 8), (9, 6, 2, 32), (37, 5, 3, 6), (2, 40, 8, 64)]
+SHAPES = [(5, 3, 1, 10), (1, 4, 4, 2), (0, 2, 1, 8), (9, 6, 2, 32), (3, 2, 1, 80), (37, 5, 3, 6), (2, 40, 8, 64)]
 """Tokens, query heads, key and value heads, head dimension."""
 
 

@@ -1,7 +1,8 @@
 """The products with adapters: H = s drop(x) A^T, dA = dH^T drop(x), dB = dY^T H, dX += drop'(dH A).
 
-project(x [T, I], a_RI, mask, keep_scale, adapters, out): H into the first columns of `out` [T, E], with each adapter's
-own s, and zeros into the others. `out` may lie beside x in one buffer, and holds anything before.
+project(x [T, I], a_RI, mask, keep_scale, adapters, out, copy): H into the first columns of `out` [T, E], with each
+adapter's own s, and zeros into the others. `out` may lie beside x in one buffer, and holds anything before. Copies x to
+`copy` [T, I], if given.
 
 a_gradient(dh_TR, x, mask, keep_scale, sections): adds dH^T drop(x) to each `da`.
 
@@ -13,7 +14,8 @@ b_gradient(dy_TO, h_TR, sections): adds dY^T H to each `db`.
 output_gradients(dy_TO, h_TR, sections, *, dh_out): dH = s dY B into `dh_out` [T, R] and `b_gradient`, from one read of
 dY; None where torch's product for dH and `b_gradient` after it are as fast.
 
-apply_update(dx, update) -> dx + update, in place where dx allows it.
+apply_update(dx, update) -> dx + update, in place where dx allows it; on a GPU dense, because attention's backward reads
+no other gradient of its output.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from engine.kernels import reference, reference_fused
 from engine.kernels.native import low_rank
 from engine.kernels.records import AdapterSection
-from engine.ops.kernels.op import Op, wide, write_in_place
+from engine.ops.kernels.op import Op, like, wide, write_in_place
 from engine.ops.kernels.tiles import TILE_TOKENS, input_features, num_splits, output_features, rank_blocks
 
 
@@ -121,4 +123,5 @@ APPLY_UPDATE = Op(
     native=low_rank.add_input_gradient,
     triton="engine.kernels.triton.ops:apply_update",
     shape=lambda dx, update: dx,
+    triton_shape=lambda dx, update: dx if dx.is_contiguous() else like(dx),
 )

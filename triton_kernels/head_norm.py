@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import ceil_div, kernel, known_multiple, num_processors, num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import (
+    ceil_div,
+    kernel,
+    known_multiple,
+    num_processors,
+    num_warps,
+    power_of_2,
+    rows_of,
+)
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 

@@ -13,9 +13,16 @@ from engine.kernels.triton import cross_entropy, lora, output_gradients, paged_a
 from engine.kernels.triton.launch import rows_of
 
 
-def norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+def norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    added: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
     """Computes y into `out`; returns the statistics."""
-    return rmsnorm.rmsnorm_forward(x, weight, eps, out=out)[1]
+    return rmsnorm.rmsnorm_forward(x, weight, eps, out=out, added_TF=added, total=total)[1]
 
 
 def norm_backward(

@@ -1,6 +1,7 @@
 """RMSNorm (Zhang & Sennrich, arXiv 1910.07467), with the adapters' gradient fused in.
 
-Forward:   rstd = 1 / sqrt(mean(x^2) + eps), y = (x rstd) w
+Forward:   x may be a sum of two, which is written too
+           rstd = 1 / sqrt(mean(x^2) + eps), y = (x rstd) w
 Backward:  g = (dy + u) w, xhat = x rstd
            dx = rstd (g - xhat mean(g xhat)) + residual
            dw = sum over tokens of (dy + u) xhat
@@ -52,10 +53,20 @@ _LONGEST, _LONGEST_SUMMED = 16384, 8192
 """Features of a row that backward holds in registers; fewer where the weight's gradient takes as many again."""
 
 
+@triton.jit
+def _added(x_TF, residual_TF):
+    """Returns the sum in fp32, of x rounded as it would be if another kernel added the residual."""
+    return x_TF.to(residual_TF.dtype).to(tl.float32) + residual_TF.to(tl.float32)
+
+
 @kernel
 def _forward_kernel(
     x_ptr,
     x_stride,
+    added_ptr,
+    added_stride,
+    total_ptr,
+    total_stride,
     weight_ptr,
     y_ptr,
     y_stride,
@@ -67,6 +78,7 @@ def _forward_kernel(
     num_tokens,
     num_features,
     eps,
+    SUM: tl.constexpr,
     CODES: tl.constexpr,
     CAST: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -79,6 +91,10 @@ def _forward_kernel(
     ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
     ok_TF = ok_T[:, None] & ok_F[None, :]
     x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
+    if SUM:
+        added = added_ptr + tokens_T[:, None] * added_stride + features_F[None, :]
+        x_TF = _added(x_TF, tl.load(added, mask=ok_TF, other=0.0)).to(x_TF.dtype)
+        tl.store(total_ptr + tokens_T[:, None] * total_stride + features_F[None, :], x_TF, mask=ok_TF)
     wide_TF = x_TF.to(tl.float32)
     rstd_T = tl.rsqrt(tl.sum(wide_TF * wide_TF, 1) / num_features + eps)
     tl.store(rstd_ptr + tokens_T, rstd_T, mask=ok_T)
@@ -101,12 +117,6 @@ def _forward_kernel(
             smallest,
             CAST,
         )
-
-
-@triton.jit
-def _added(dx_TF, residual_TF):
-    """Returns the sum in fp32, of dx rounded as it would be if another kernel added the residual."""
-    return dx_TF.to(residual_TF.dtype).to(tl.float32) + residual_TF.to(tl.float32)
 
 
 @kernel
@@ -316,7 +326,13 @@ def _tile(num_features: int) -> tuple[int, int]:
 
 
 def _launch_forward(
-    x_TF: Tensor, weight_F: Tensor, eps: float, y_TF: Tensor, codes: tuple[Tensor, Tensor] | None = None
+    x_TF: Tensor,
+    weight_F: Tensor,
+    eps: float,
+    y_TF: Tensor,
+    codes: tuple[Tensor, Tensor] | None = None,
+    added_TF: Tensor | None = None,
+    total_TF: Tensor | None = None,
 ) -> Tensor:
     num_tokens, num_features = x_TF.shape
     rstd_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TF.device)
@@ -326,6 +342,10 @@ def _launch_forward(
     _forward_kernel[(ceil_div(num_tokens, tokens),)](
         x_TF,
         x_TF.stride(0),
+        added_TF,
+        0 if added_TF is None else added_TF.stride(0),
+        total_TF,
+        0 if total_TF is None else total_TF.stride(0),
         weight_F,
         y_TF,
         y_TF.stride(0),
@@ -334,6 +354,7 @@ def _launch_forward(
         num_tokens,
         num_features,
         eps,
+        SUM=added_TF is not None,
         CODES=codes is not None,
         CAST=casts(x_TF),
         TOKENS=tokens,
@@ -344,20 +365,30 @@ def _launch_forward(
     return rstd_T
 
 
-def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rmsnorm_forward(
+    x_TF: Tensor,
+    weight_F: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    added_TF: Tensor | None = None,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Computes y = x / sqrt(mean(x^2) + eps) * w.
 
     Args:
         x_TF: [..., F]; as [T, F], rows may be any distance apart.
         weight_F: contiguous [F].
         out: [T, F] view to write (the first columns of [y | H], say); new, of x's shape and dtype, where None.
+        added_TF: [..., F] of x's dtype; y is that of x + added, rounded, which goes to `total` [T, F]. None for none.
 
     Returns:
         y, and the reciprocal root mean square, fp32 [..., 1], that backward needs.
     """
     rows = rows_of(x_TF)
     y_TF = torch.empty(rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
-    rstd_T = _launch_forward(rows, weight_F, eps, y_TF)
+    added_rows = None if added_TF is None else rows_of(added_TF)
+    rstd_T = _launch_forward(rows, weight_F, eps, y_TF, None, added_rows, total)
     return (y_TF.view(x_TF.shape) if out is None else out), rstd_T.view(*x_TF.shape[:-1], 1)
 
 

@@ -52,6 +52,8 @@ class Branch(nn.Module):
     reads_once = True
     """Whether one op alone reads the stream. Where several do, each has a gradient of its own, and the order of their
     sum is autograd's."""
+    sums_stream = False
+    """Whether that op is a linear, which sums the stream and what is still to be added to it."""
     has_shared = False
     """Whether all tokens share an expert beside those that a router chooses."""
 

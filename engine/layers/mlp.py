@@ -36,6 +36,8 @@ class MLP(Branch):
             MLP without a gate.
     """
 
+    sums_stream = True
+
     def __init__(
         self,
         prefix: str,

@@ -158,34 +158,50 @@ class DecoderLayer(nn.Module):
         if self.level == "full":
             return recomputed(self._whole, x, context)
         if self.level == "attention" and self.attention is not None:
-            return self._with_mlp(recomputed(self._with_attention, x, context), context)
+            return self._with_mlp(Stream(recomputed(self._with_attention, x, context)), context)
         return self._whole(x, context)
+
+    def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
+        if self.attention is not None and self._sums_in_mlp:
+            return self._with_mlp(self._attended(self.attention, x, context), context)
+        return self._with_mlp(Stream(self._with_attention(x, context)), context)
+
+    @property
+    def _sums_in_mlp(self) -> bool:
+        """Whether the MLP's first linear adds attention's output to the stream."""
+        mlp, norm = self.mlp, self.post_attention_norm
+        sums = mlp is not None and mlp.sums_stream and mlp.reads_once
+        return sums and norm is not None and not self.between and self.residual_multiplier == 1.0
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.attention is not None:
-            x = self._beside(self.attention, x, self.input_norm, self.attention_output_norm, context)
+            x = self._sum(self._attended(self.attention, x, context))
         for branch in self.between:
             x = branch.joined(x, context, self.residual_multiplier)
         return x
 
-    def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
+    def _attended(self, attention: Branch, x: Tensor, context: TokenContext) -> Stream:
+        return _around(attention, Stream(x), self.input_norm, self.attention_output_norm, context)
+
+    def _with_mlp(self, stream: Stream, context: TokenContext) -> Tensor:
         if self.mlp is not None:
-            x = self._beside(self.mlp, x, self.post_attention_norm, self.mlp_output_norm, context)
+            stream = _around(self.mlp, stream, self.post_attention_norm, self.mlp_output_norm, context)
+        x = self._sum(stream)
         for branch in self.behind:
             x = branch.joined(x, context, self.residual_multiplier)
         return x
 
-    def _beside(
-        self, branch: Branch, x: Tensor, input_norm: RMSNorm | None, output_norm: RMSNorm | None, context: TokenContext
-    ) -> Tensor:
-        """Returns x + multiplier * branch(x)."""
-        stream = Stream(x)
-        source: LinearInput = GivenInput()
-        if input_norm is not None:
-            source = input_norm.as_input(around=stream if branch.reads_once else None)
-        added = branch(x, source, context)
-        added = added if output_norm is None else output_norm.of_output(added)
-        return torch.add(stream.x, added, alpha=self.residual_multiplier)
+    def _sum(self, stream: Stream) -> Tensor:
+        return stream.x if stream.added is None else torch.add(stream.x, stream.added, alpha=self.residual_multiplier)
 
-    def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
-        return self._with_mlp(self._with_attention(x, context), context)
+
+def _around(
+    branch: Branch, stream: Stream, input_norm: RMSNorm | None, output_norm: RMSNorm | None, context: TokenContext
+) -> Stream:
+    """Returns the stream behind a branch, whose output is still to be added to it."""
+    source: LinearInput = GivenInput()
+    if input_norm is not None:
+        source = input_norm.as_input(around=stream if branch.reads_once else None)
+    added = branch(stream.x, source, context)
+    assert stream.added is None, "a branch that leaves out what stands beside the stream"
+    return Stream(stream.x, added if output_norm is None else output_norm.of_output(added))

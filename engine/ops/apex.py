@@ -21,6 +21,7 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -108,7 +109,15 @@ class FusedRMSNorm:
     extension: Any
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
 
-    def forward(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        added: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> Tensor:
         """Computes norm(x) * weight into `out`.
 
         Args:
@@ -116,10 +125,13 @@ class FusedRMSNorm:
             weight: [F], of x's dtype.
             eps: added to the mean square.
             out: [T, F], rows of any stride.
+            added, total: [T, F]; the first is added to x, and the sum written to the second. None for none.
 
         Returns:
             fp32 [T, 1], the reciprocal root mean square.
         """
+        if added is not None:
+            x = torch.add(x, added, out=total)
         assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
         y, rstd = self.extension.rms_forward_affine(x.contiguous(), weight.shape, weight, eps)
         out.copy_(y)

@@ -32,25 +32,33 @@ class Stream:
     Where one op makes the branch's input from the stream x, that op hands x on to the sum behind the branch. Its
     backward then gets the sum's gradient too, and adds it where it writes its own, in place of a pass of autograd's.
 
+    What the branch before adds may still stand beside x: then the op sums the two where it reads them, and hands on the
+    sum.
+
     The layer alone owns it. A source refers to it weakly: ops keep their source for backward, which must not keep what
     they handed on, their own output.
 
     Args:
         x: [T, I].
+        added: [T, I], still to be added to x; only for a branch that `Branch.sums_stream`.
 
     Attributes:
         x: what the branch's output is added to.
     """
 
-    __slots__ = ("__weakref__", "x")
+    __slots__ = ("__weakref__", "added", "x")
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+    def __init__(self, x: Tensor, added: Tensor | None = None) -> None:
+        self.x, self.added = x, added
 
     def passes(self, u: Tensor) -> bool:
         """Returns whether an op that reads `u` is to hand it on: u is the stream, nothing has handed it on yet, and it
-        has a gradient."""
-        return u is self.x and u.requires_grad and torch.is_grad_enabled()
+        has a gradient or is not summed yet."""
+        return u is self.x and (self.added is not None or (u.requires_grad and torch.is_grad_enabled()))
+
+    def hand_on(self, x: Tensor) -> None:
+        """Takes x from the op that hands it on."""
+        self.x, self.added = x, None
 
 
 class LinearInput(Protocol):
@@ -68,6 +76,11 @@ class LinearInput(Protocol):
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         """Makes x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
+
+    def make_sum(
+        self, u: Tensor, added: Tensor, out: Tensor | None, kernels: Kernels
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns what `make` returns for u + added, and that sum; only where there is a `stream`."""
 
     def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
         """Returns whether `make_and_project`, into `out` where given, takes less than `make` and H after it."""
@@ -135,6 +148,11 @@ class _MadeFirst:
 
     def leaves(self) -> tuple[Tensor, ...]:
         return ()
+
+    def make_sum(
+        self, u: Tensor, added: Tensor, out: Tensor | None, kernels: Kernels
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        raise AssertionError("no stream is handed on")
 
     def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
         return False
@@ -248,8 +266,17 @@ class NormInput(_MadeFirst):
         return () if self.sink is None else (self.weight,)
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        return self._made(u, out, kernels)
+
+    def make_sum(
+        self, u: Tensor, added: Tensor, out: Tensor | None, kernels: Kernels
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        total = u.new_empty(u.shape)
+        return *self._made(u, out, kernels, added, total), total
+
+    def _made(self, u: Tensor, out: Tensor | None, kernels: Kernels, *summed: Tensor) -> tuple[Tensor, Tensor | None]:
         x = u.new_empty(u.shape) if out is None else out
-        statistics = kernels.norm_forward(u, offset_weight(self.weight.detach(), self.offset), self.eps, x)
+        statistics = kernels.norm_forward(u, offset_weight(self.weight.detach(), self.offset), self.eps, x, *summed)
         if self.divisor != 1.0:
             x.div_(self.divisor)
         return x, statistics
@@ -505,6 +532,14 @@ class KeptInput(_MadeFirst):
             self._x = x
         return x, statistics
 
+    def make_sum(
+        self, u: Tensor, added: Tensor, out: Tensor | None, kernels: Kernels
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        x, statistics, total = self._source.make_sum(u, added, out, kernels)
+        if self._making:
+            self._x = x
+        return x, statistics, total
+
     def fuses_h(self, kernels: Kernels, out: Tensor | None) -> bool:
         return self._source.fuses_h(kernels, out)
 
@@ -585,6 +620,30 @@ def input_gradient(
     return source.gradient_beside(residual, dx, u, statistics, update, kernels)
 
 
+class SummedInput(_MadeFirst):
+    """The input that a source makes of u + added, in one forward.
+
+    Args:
+        source: the source, which has a stream.
+        added: [T, I].
+
+    Attributes:
+        total: u + added, once x is made.
+    """
+
+    def __init__(self, source: LinearInput, added: Tensor) -> None:
+        self._source, self._added = source, added
+        self.total: Tensor | None = None
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        x, statistics, self.total = self._source.make_sum(u, self._added, out, kernels)
+        return x, statistics
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        self.total = u + self._added
+        return self._source.make_rows(self.total, kernels)
+
+
 class _Made(torch.autograd.Function):
     """The leaves are passed only so that autograd knows the output depends on them."""
 
@@ -608,5 +667,6 @@ def compute_input(u: Tensor, source: LinearInput, kernels: Kernels) -> Tensor:
     stream = source.stream
     if stream is None or not stream.passes(u):
         return _Made.apply(u, source, kernels, False, *source.leaves())
-    x, stream.x = _Made.apply(u, source, kernels, True, *source.leaves())
+    x, handed_on = _Made.apply(u, source, kernels, True, *source.leaves())
+    stream.hand_on(handed_on)
     return x

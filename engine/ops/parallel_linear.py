@@ -39,7 +39,7 @@ from engine.distributed.collectives import (
     reduce_scatter_async,
 )
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.inputs import LinearInput, input_gradient
+from engine.ops.inputs import LinearInput, SummedInput, input_gradient
 from engine.ops.operands import Inputs, LinearOperands, OutputGradient, Update, accumulate_base
 from engine.ops.products import FOLDED, SEPARATE, in_context
 from engine.ops.quantized_products import RowCodes
@@ -52,17 +52,24 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         u: Tensor,
+        added: Tensor | None,
         source: LinearInput,
         operands: LinearOperands,
         context: TokenContext,
         passes: bool,
         *leaves: Tensor,
     ) -> Any:
-        """Returns y; and u, where it `passes`."""
+        """Returns y; where u `passes` it too, or u + added."""
         stream, u, operands = u, _along_features(u), in_context(operands, context)
         way, gathers = operands.forward_way, operands.gathers
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
-        made = way.inputs(operands, u, source, mask, gathers=gathers)
+        if added is None:
+            made = way.inputs(operands, u, source, mask, gathers=gathers)
+        else:
+            summed = SummedInput(source, _along_features(added))
+            made = way.inputs(operands, u, summed, mask, gathers=gathers)
+            assert summed.total is not None
+            u = stream = summed.total
         if gathers:
             made = _gather_inputs(operands, made)
         y, h = way.outputs(operands, made, mask)
@@ -70,7 +77,10 @@ class _ColumnLinear(torch.autograd.Function):
             y.add_(operands.bias_O)
         ctx.save_for_backward(u, made.statistics, h, mask)
         ctx.source, ctx.operands, ctx.num_leaves = source, operands, len(leaves)
-        return (y, stream.view_as(stream)) if passes else y
+        ctx.sums = added is not None
+        if not passes:
+            return y
+        return y, stream if added is not None else stream.view_as(stream)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, residual: Tensor | None = None) -> tuple[Any, ...]:
@@ -78,7 +88,7 @@ class _ColumnLinear(torch.autograd.Function):
         u, statistics, h, mask = ctx.saved_tensors
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
         way, axis, gathers = operands.backward_way, operands.axis, operands.gathers
-        needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
+        needs_du = any(ctx.needs_input_grad[:2]) or bool(source.leaves())
         dh_with_dx = gathers or operands.joint or axis.size == 1
         update: Update = "now" if not dh_with_dx else "any time" if axis.size == 1 else "later"
         made = way.gradients(operands, OutputGradient(dy, h, mask, needs_du, update))
@@ -104,7 +114,7 @@ class _ColumnLinear(torch.autograd.Function):
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
         du = input_gradient(source, residual, dx, u, statistics, adds, operands.kernels) if needs_du else None
-        return (du, None, None, None, None, *([None] * ctx.num_leaves))
+        return (du, du if ctx.sums else None, None, None, None, None, *([None] * ctx.num_leaves))
 
 
 def _along_features(rows: Tensor) -> Tensor:
@@ -261,8 +271,9 @@ def column_linear(
     leaves = (*leaves, *_chosen_leaves(operands, context))
     stream = source.stream
     if stream is None or not stream.passes(u):
-        return _ColumnLinear.apply(u, source, operands, context, False, *leaves)
-    y, stream.x = _ColumnLinear.apply(u, source, operands, context, True, *leaves)
+        return _ColumnLinear.apply(u, None, source, operands, context, False, *leaves)
+    y, handed_on = _ColumnLinear.apply(u, stream.added, source, operands, context, True, *leaves)
+    stream.hand_on(handed_on)
     return y
 
 

@@ -51,6 +51,18 @@ def test_forward(place, shape: tuple[int, int]) -> None:
 
 
 @places
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_of_a_sum(place, shape: tuple[int, int]) -> None:
+    """To the bit that of the sum as torch rounds it."""
+    x, weight, added = _inputs(place, *shape)
+    total = torch.empty(shape, dtype=place[1], device=place[0])
+    y, rstd = rmsnorm.rmsnorm_forward(x, weight, EPS, added_TF=added, total=total)
+    assert torch.equal(total, x + added)
+    expected, expected_rstd = rmsnorm.rmsnorm_forward(x + added, weight, EPS)
+    assert torch.equal(y, expected) and torch.equal(rstd, expected_rstd)
+
+
+@places
 def test_leading_dimensions_are_kept(place) -> None:
     x, weight, dy = (random_rows(place, *shape) for shape in ((2, 3, 20), (20,), (2, 3, 20)))
     y, rstd = rmsnorm.rmsnorm_forward(x, weight, EPS)

@@ -133,6 +133,8 @@ def _adapted(num_tokens: int, linear: _Linear, adapters: Adapters, dtype: torch.
     rstd = None
     if linear.made_by == "norm":
         rstd = TRITON.norm_forward(u, weight, EPS, x)
+        if linear.name == "gate_up":  # attention's output is added on the way
+            TRITON.norm_forward(u, weight, EPS, x, torch.empty_like(u), torch.empty_like(u))
     elif linear.made_by == "swiglu":
         TRITON.swiglu_forward(gate_up, x)
     sections = _sections(linear, adapters, beside(sum(linear.outputs))[1])
@@ -206,12 +208,13 @@ def _mask(num_tokens: int, num_features: int, adapters: Adapters) -> Tensor | No
 
 
 def norm_cases(width: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Yields norms without adapters: forward, its codes, and backward with a frozen and with a trained weight,
-    alone and with a residual."""
+    """Yields norms without adapters: forward, also of a sum, its codes, and backward with a frozen and with a trained
+    weight, alone and with a residual."""
 
     def launch() -> None:
         x, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(width, dtype=dtype)
         rstd = TRITON.norm_forward(x, weight, EPS, torch.empty_like(x))
+        TRITON.norm_forward(x, weight, EPS, torch.empty_like(x), x, torch.empty_like(x))
         for gradient in (None, torch.empty(width)):
             for residual in (None, x):
                 TRITON.norm_backward(x, x, weight, rstd, None, gradient, residual)

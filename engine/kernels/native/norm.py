@@ -86,8 +86,12 @@ def rmsnorm_backward(
     return dx
 
 
-def norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+def norm_forward(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, added: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
     """Computes the op of this name; see engine.ops.kernels.norm."""
+    if added is not None:
+        x = torch.add(x, added, out=total)
     return rmsnorm_forward(x, weight, eps, out=out)[1]
 
 

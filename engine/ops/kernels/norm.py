@@ -1,6 +1,7 @@
 """RMSNorm, y = x / sqrt(mean(x^2) + eps) * w.
 
-norm_forward(x [..., F], weight [F], eps, out) -> 1 / rms [..., 1]: y into `out`.
+norm_forward(x [..., F], weight [F], eps, out, added, total) -> 1 / rms [..., 1]: y into `out`. With `added` [..., F] of
+x's dtype, y is that of x + added, rounded, which goes to `total` [..., F].
 
 norm_backward(dy, x, weight, rstd, update, weight_gradient, residual) -> dx [..., F], for a gradient dy that still lacks
 `update`, an `InputUpdate` or None. Adds the weight's gradient to `weight_gradient` [F], fp32, if given. Adds `residual`
@@ -9,6 +10,7 @@ norm_backward(dy, x, weight, rstd, update, weight_gradient, residual) -> dx [...
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.kernels import reference
@@ -17,13 +19,17 @@ from engine.kernels.records import InputUpdate
 from engine.ops.kernels.op import Op, like, wide
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+def _forward(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, added: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    if added is not None:
+        x = torch.add(x, added, out=total)
     y, rstd = reference.rmsnorm_forward(x, weight, eps)
     out.copy_(y)
     return rstd
 
 
-def forward_shape(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+def forward_shape(x: Tensor, *_: object) -> Tensor:
     """Allocates the statistics."""
     return wide(x, (*x.shape[:-1], 1))
 

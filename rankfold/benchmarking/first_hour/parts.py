@@ -196,6 +196,7 @@ PARTS = (
     Part("experts-nf4", "experts", f"{_MIXTURE} --peers none --base-dtype nf4"),
     Part("train-experts", "train", "--config EXPERTS/run.yaml --model.dtype bfloat16"),
     Part("train-hybrid", "train", "--config HYBRID/run.yaml --model.dtype bfloat16"),
+    Part("rollouts-launched", "train", f"{_ROLLOUTS} --rollout.cuda_graph none"),
     Part("rollouts-hybrid", "train", _ROLLOUTS.replace("RUN", "HYBRID")),
     Part("lora-tax", "lora-tax"),
     Part("memory", "memory", f"{PRESET} --peers peft"),

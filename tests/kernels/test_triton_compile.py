@@ -14,7 +14,7 @@ import pytest
 from tests.kernels import resource_tables
 from tests.kernels.kernel_resources import MULTIPROCESSORS, accesses, instruction_counts, resident_blocks
 from tests.kernels.launches import refuse_none_in_tuples
-from tests.kernels.resource_tables import COMMAND, KNOWN, TABLES, Compiled, Row, changes, compile_rows, read_table
+from tests.kernels.resource_tables import COMMAND, KNOWN, ROOT, TABLES, Compiled, Row, changes, compile_rows, read_table
 
 pytest.importorskip("triton", reason="triton is not installed")
 

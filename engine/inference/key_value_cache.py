@@ -126,6 +126,15 @@ class KeyValues:
         beside = sum(_num_bytes(kept) for layer in self._beside.values() for kept in layer.values())
         return int(pools) + beside + self._states.num_bytes
 
+    def bytes_by_layer(self) -> dict[str, int]:
+        """Returns the bytes of each layer's pools, and of the state kept beside them; layers by their names."""
+        found = self._states.bytes_by_layer()
+        for name, layer in self.layers.items():
+            found[name] = found.get(name, 0) + int(layer.keys.nbytes + layer.values.nbytes)
+        for name, kept in self._beside.items():
+            found[name] = found.get(name, 0) + sum(map(_num_bytes, kept.values()))
+        return found
+
     def bytes_read(self, lengths: Sequence[int]) -> int:
         """Returns the bytes that are read of all this to continue rows of these lengths by one token each."""
         total = self._states.bytes_of(len(lengths))

@@ -26,6 +26,10 @@ class StatePools:
         """The bytes of all pools."""
         return sum(int(pool.nbytes) for pools in self._pools.values() for pool in pools)
 
+    def bytes_by_layer(self) -> dict[str, int]:
+        """Returns the bytes of each layer's pools."""
+        return {layer: sum(int(pool.nbytes) for pool in pools) for layer, pools in self._pools.items()}
+
     def bytes_of(self, count: int) -> int:
         """Returns the bytes of the states of so many rows."""
         return sum(pool[:count].nbytes for pools in self._pools.values() for pool in pools)

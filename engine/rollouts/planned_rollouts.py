@@ -2,7 +2,8 @@
 
 The engine's own generation (`engine.inference.model_part`) runs on the meta device, as the pieces of a step do: a pass
 of prompts and one of a token for every slot, halfway through the completions, while launches and storages are recorded.
-So nothing here knows how a cache is laid out or what a pass launches. Prompts and completions all have the same length;
+So nothing here knows how a cache is laid out or what a pass launches. The first layers run, all kinds of layers among
+them, and count for those that are like them. Prompts and completions all have the same length;
 rows that end early give their slots to others, so that all passes but the last have a row in every slot.
 
 What is computed on all pipeline ranks counts as if they ran in turn, which they do. Not counted: reward functions, and
@@ -11,10 +12,12 @@ the private memory of graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 
@@ -24,7 +27,8 @@ from engine.inference.model_part import InferenceStage
 from engine.inference.options import Sampling
 from engine.inference.pages import PAGE
 from engine.inference.prompt_coordinates import text_coordinates
-from engine.models.decoder import Part, build_decoder
+from engine.models.decoder import Decoder, Part, build_decoder
+from engine.models.layer_kinds import layer_kinds
 from engine.planning.launch_times import launch_seconds
 from engine.planning.launches import Launch, LaunchCounter, TorchAttention
 from engine.planning.ledger import total
@@ -39,6 +43,8 @@ PREFILL_TOKENS = 4096
 """Of prompts in a pass; see `engine.rollouts.trained_sampler`."""
 
 
+_LAYER = re.compile(r"layers\.(\d+)\.")
+"""The number in the name of a layer's part."""
 LATENCY = 12e-6
 """Seconds of a small collective between GPUs of a node; an estimate."""
 
@@ -48,14 +54,15 @@ class _Traced:
     """The passes of one rank with all layers.
 
     Args:
-        cache, peak: bytes of the cache, and at the peak of both passes with it.
+        cache: bytes of the cache, of each layer.
+        beside: bytes at the peak of both passes, without the cache.
         prompts: in the pass of prompts.
         prefill, decode: launches of the passes.
         graphs: whether decode passes can be graphs.
     """
 
-    cache: int
-    peak: int
+    cache: tuple[int, ...]
+    beside: int
     prompts: int
     prefill: tuple[Launch, ...]
     decode: tuple[Launch, ...]
@@ -74,7 +81,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         )  # fmt: skip
     parallel = layout.parallel
     traced = _trace(replace(workload, global_batch=0, beside=0, graphed=False), _whole(parallel))
-    cache = _largest_cache(workload, layout)
+    cache = _largest_cache(traced, workload, layout)
     rows = -(-samples.batch // layout.data_and_context)
     slots, group = samples.options.slots, samples.options.num_generations
     prompts = -(-rows // group)
@@ -93,7 +100,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         decode = passes * each
     return SamplesCost(
         cache=cache,
-        peak=traced.peak - traced.cache + cache,
+        peak=traced.beside + cache,
         prefill=prefill,
         decode=decode,
         passes=passes,
@@ -139,18 +146,47 @@ def _whole(parallel: ParallelOptions) -> ParallelOptions:
     )
 
 
-def _largest_cache(workload: Workload, layout: Layout) -> int:
+def _largest_cache(traced: _Traced, workload: Workload, layout: Layout) -> int:
     """Returns the bytes of the cache on the pipeline rank where it is largest."""
-    traced = _trace(replace(workload, global_batch=0, beside=0, graphed=False), _whole(layout.parallel))
     if layout.parallel.pipeline == 1:
-        return traced.cache
+        return sum(traced.cache)
     model = rank_model(workload, layout.parallel)
     plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
-    shares = [
-        sum(stage.last - stage.first for stage in plan.stages(rank).values())
+    return max(
+        sum(sum(traced.cache[stage.first : stage.last]) for stage in plan.stages(rank).values())
         for rank in range(layout.parallel.pipeline)
-    ]
-    return -(-traced.cache * max(shares) // workload.decoder.num_layers)
+    )
+
+
+class _LayerMarks:
+    """Where the launches of each layer begin and end, to count those of layers that are alike.
+
+    Args:
+        model: with the first layers, all kinds among them.
+        kinds: for each layer of the whole model the number of the first one that is like it.
+        counter: of the launches.
+    """
+
+    def __init__(self, model: Decoder, kinds: Sequence[int], counter: LaunchCounter) -> None:
+        self._kinds, self._counter = kinds, counter
+        self._marks: list[int] = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(self._mark)
+        model.layers[-1].register_forward_hook(self._mark)
+
+    def _mark(self, *_: object) -> None:
+        self._marks.append(len(self._counter.launches))
+
+    def begin(self) -> None:
+        """Starts a pass."""
+        self._counter.launches.clear()
+        self._marks.clear()
+
+    def launches(self) -> tuple[Launch, ...]:
+        """Returns the launches of a pass of the whole model."""
+        found, ends = self._counter.launches, self._marks
+        layers = [found[start:end] for start, end in pairwise(ends)]
+        return (*found[: ends[0]], *chain.from_iterable(layers[kind] for kind in self._kinds), *found[ends[-1] :])
 
 
 @lru_cache(maxsize=64)
@@ -162,6 +198,8 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
     recording, counter = Recording(), LaunchCounter(packed=True)
     layout = counted_layout(shape_layout(workload, parallel, lambda axis, tensor: None), counter)
     decoder = workload.decoder
+    kinds = layer_kinds(decoder, workload.plan)
+    first = max(kinds) + 1  # layers, among which are all kinds
     with recording:
         model = build_decoder(
             decoder,
@@ -169,11 +207,12 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             plan=workload.plan,
             device=META,
             dtype=workload.dtype,
-            part=Part(first=0, last=decoder.num_layers),
+            part=Part(first=0, last=first),
         )
         model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
         if layout.base is not None:
             layout.base.scratch.take((0,), torch.uint8, META)
+    marks = _LayerMarks(model, kinds, counter)
     with recording, counter, TorchAttention(counter), torch.no_grad():
         before, begin = recording.alive(), len(recording.events)
         stage = InferenceStage(
@@ -189,21 +228,22 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             with_logps=True,
             tokens_multiple=options.slots,
         )
-        counter.launches.clear()
+        marks.begin()
         prompts = _prompts_at_once(samples)
         _prefill(stage, samples, prompts)
-        prefill = tuple(counter.launches)
+        prefill = marks.launches()
         decode: tuple[Launch, ...] = ()
         if samples.completion > 1:
             place = _half_way(stage, samples)
-            counter.launches.clear()
+            marks.begin()
             stage.decode([place] * options.slots, [place] * options.slots, range(options.slots))
-            decode = tuple(counter.launches)
-        cache = stage.cache.num_bytes
-        peak = total(recording.peak(begin, before))
+            decode = marks.launches()
+        found = Counter[int]()
+        for name, nbytes in stage.cache.bytes_by_layer().items():
+            found[int(_LAYER.findall(name)[0])] += nbytes
         return _Traced(
-            cache=cache,
-            peak=peak,
+            cache=tuple(found[kind] for kind in kinds),
+            beside=total(recording.peak(begin, before)) - found.total(),
             prompts=prompts,
             prefill=prefill,
             decode=decode,

@@ -101,7 +101,7 @@ class _Rule:
 
 
 def _sum(*costs: Cost) -> Cost:
-    launches, moved, flops = zip(*costs, strict=True)
+    launches, moved, flops = zip(*((one.launches, one.nbytes, one.flops) for one in costs), strict=True)
     return Cost(sum(launches), sum(moved), sum(flops))
 
 

@@ -55,6 +55,8 @@ def stock_features(modules: nn.ModuleDict, patches: list[Tensor], mode: str) -> 
 @has_model
 @pytest.mark.parametrize("mode", ["16x", "4x"])
 def test_features_and_gradients_are_transformers_own(mode: str) -> None:
+    if mode == "16x" and "minicpmv4_7" not in MODEL_MAPPING_NAMES:
+        pytest.skip("this transformers, which has no MiniCPM-V 4.7, merges images of one size alone")
     hf = {**HF, "downsample_mode": mode}
     stock = stock_modules(hf)
     config = MiniCPMV46VisionConfig.from_hf(hf, HIDDEN)

@@ -58,8 +58,8 @@ def test_a_token_of_each_row_is_few_launches(ranks: Ranks) -> None:
     layers = LLAMA_8B["num_hidden_layers"]
     assert prompts == {"attentions of prompts": layers}
     warmup, captured, replayed = passes[:WARMUP_PASSES], passes[WARMUP_PASSES], passes[WARMUP_PASSES + 1 :]
-    assert all(one["by the host"] > 20 * layers for one in warmup)
-    assert captured["in captures"] > 20 * layers
+    assert all(one["by the host"] > 10 * layers for one in warmup)
+    assert captured["in captures"] > 10 * layers
     assert len(replayed) == 2 and all(set(one) == {"by the host"} for one in replayed)
     assert all(one["by the host"] <= MOST_LAUNCHES for one in (captured, *replayed))
     # logits in bfloat16 and scores in float32, beside which nothing is large

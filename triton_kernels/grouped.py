@@ -18,12 +18,11 @@ Legend: N rows, E experts, K and M features of input and output, R ranks of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.records import GroupedUpdate
 from engine.kernels.triton.dropout import keep_tile, mask_arguments
 from engine.kernels.triton.launch import (
     SMALLEST_DOT,
@@ -33,6 +32,7 @@ from engine.kernels.triton.launch import (
     multiplies_in_shared_memory,
     num_processors,
     power_of_2,
+    rows_of,
 )
 
 UNIT = 8
@@ -160,34 +160,16 @@ def _product_kernel(
         tl.store(y_NM, sums_NM.to(y_ptr.dtype.element_ty), mask=ok_NM)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupedUpdate:
-    """What narrow factors add to a product: drop'(h V).
-
-    Args:
-        h_NR: [N, R].
-        factors_ERM: [E, R, M], M or R of them contiguous; experts that share one lie at a stride of 0.
-        mask: uint8 bits [N, ceil(M / 8)]; None where nothing is dropped.
-        scale: of what is kept, 1 / (1 - p).
-    """
-
-    h_NR: Tensor
-    factors_ERM: Tensor
-    mask: Tensor | None = None
-    scale: float = 1.0
-
-
-def takes(x_NK: Tensor, weights_EKM: Tensor) -> bool:
-    """Returns whether `grouped_rows` multiplies such operands: in units of 8 elements, and as wide as a tile is."""
-    strides = (x_NK.stride(0), *(stride for stride in weights_EKM.stride() if stride != 1))
-    sizes = (x_NK.shape[1], weights_EKM.shape[2])
-    return not any(size % UNIT for size in (*strides, *sizes)) and weights_EKM.shape[2] >= SMALLEST_DOT
-
-
 def in_units(length: int) -> int:
     """Returns a length or stride in units of 8 elements."""
-    assert length % UNIT == 0, length
+    assert length % UNIT == 0, f"{length} is no multiple of {UNIT}"
     return length // UNIT
+
+
+def aligned_rows(x_NK: Tensor) -> Tensor:
+    """Returns rows whose features are contiguous and that begin at a multiple of 8 elements; copies where it must."""
+    x = rows_of(x_NK)
+    return x if x.stride(0) % UNIT == 0 else x.contiguous()
 
 
 def _strides(matrices_EKM: Tensor, along_inputs: bool) -> tuple[int, int]:
@@ -237,6 +219,7 @@ def grouped_rows(
     Returns:
         [N, M].
     """
+    x_NK = aligned_rows(x_NK)
     num_rows = x_NK.shape[0] if index_N is None else index_N.shape[0]
     num_experts, num_inputs, num_outputs = weights_EKM.shape
     y = x_NK.new_empty(num_rows, num_outputs) if out is None else out

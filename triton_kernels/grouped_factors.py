@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.dropout import keep_tile, mask_arguments
-from engine.kernels.triton.grouped import UNIT, in_units, rows_of_tile, tiles_before
+from engine.kernels.triton.grouped import UNIT, aligned_rows, in_units, rows_of_tile, tiles_before
 from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_options, kernel, num_processors, power_of_2
 
 
@@ -141,6 +141,7 @@ def grouped_project(
     Returns:
         [N, R].
     """
+    x_NK = aligned_rows(x_NK)
     num_rows = x_NK.shape[0] if index_N is None else index_N.shape[0]
     num_experts, num_features, num_ranks = factors_EKR.shape
     h = x_NK.new_empty(num_rows, num_ranks) if out is None else out
@@ -262,6 +263,7 @@ def grouped_outer(
     Returns:
         fp32, dense.
     """
+    h_NR, x_NK = aligned_rows(h_NR), aligned_rows(x_NK)
     num_experts, num_features, num_ranks = ends_E.shape[0], x_NK.shape[1], h_NR.shape[1]
     shape = (num_ranks, num_features) if ranks_first else (num_features, num_ranks)
     sums = torch.empty(num_experts, *shape, dtype=torch.float32, device=x_NK.device)

@@ -33,6 +33,23 @@ class DropoutKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedUpdate:
+    """What narrow factors add to a product: drop'(h V).
+
+    Args:
+        h_NR: [N, R].
+        factors_ERM: [E, R, M], M or R of them contiguous; experts that share one lie at a stride of 0.
+        mask: uint8 bits [N, ceil(M / 8)]; None where nothing is dropped.
+        scale: of what is kept, 1 / (1 - p).
+    """
+
+    h_NR: Tensor
+    factors_ERM: Tensor
+    mask: Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPlace:
     """Where one adapter lies in a linear.
 

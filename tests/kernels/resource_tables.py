@@ -61,7 +61,7 @@ KNOWN = (
     ),
     Known("lora._a_gradient", "", "weight_ptr load", "a norm's weight, one number a thread, before the walk"),
     Known("cross_entropy._local_statistics", "", "logits_ptr load", "the target's logit is one number"),
-    Known("rows._combine", "", "weights_ptr load", "a slot's weight is one number"),
+    Known("rows._(combine|weigh)", "", "weights_ptr load", "a slot's weight is one number"),
     Known("paged_attention._split", "gpt-oss", "sinks_ptr load", "a head's sink is one number"),
     Known("delta._solve|delta_channels._pairs", "", "tf32", "three such products make one that is as exact as fp32"),
     Known(

@@ -8,7 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels.triton.grouped import GroupedUpdate, grouped_rows, takes
+from engine.kernels.records import GroupedUpdate
+from engine.kernels.triton.grouped import grouped_rows
 from engine.kernels.triton.grouped_factors import grouped_outer, grouped_project
 from tests.kernels.comparing import assert_rounded_once, long_places, places, random_rows
 from tests.kernels.triton_masks import drawn_mask
@@ -61,7 +62,6 @@ def test_product(place, inputs: int, outputs: int, ranks: int, along_inputs: boo
     shared = _matrices(place, 1, ranks, outputs, along_inputs=along_inputs).expand(len(COUNTS), -1, -1)
     h, bias = random_rows(place, sum(COUNTS), ranks, gap=16), random_rows(place, len(COUNTS), outputs)
     mask, keep_scale, factor = drawn_mask(place, sum(COUNTS), outputs, 0, probability=0.25)
-    assert takes(rows, weights)
     assert_rounded_once(grouped_rows(rows, weights, ends), base := _by_expert(rows, weights, experts), "x W")
     gathered = _by_expert(tokens[index], weights, experts)
     assert_rounded_once(grouped_rows(tokens, weights, ends, index_N=index), gathered, "gathered")

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference
-from engine.kernels.triton.rows import combine_rows
-from tests.kernels.comparing import places, random_rows
+from engine.kernels.triton.rows import combine_rows, weigh_rows
+from tests.kernels.comparing import assert_rounded_once, places, random_rows
 
 
 @places
@@ -28,3 +28,16 @@ def test_combine_rows(place, tokens: int, slots: int, features: int) -> None:
 def test_no_tokens(place) -> None:
     rows = torch.empty(0, 2, dtype=torch.int64, device=place[0])
     assert combine_rows(random_rows(place, 3, 24), rows).shape == (0, 24)
+
+
+@places
+@pytest.mark.parametrize(("rows", "features"), [(1, 64), (19, 123), (8, 300)])
+def test_weigh_rows(place, rows: int, features: int) -> None:
+    g, a = random_rows(place, rows, features, gap=5), random_rows(place, rows, features, gap=3, seed=1)
+    weights = torch.rand(rows, device=place[0])
+    before = g.double()
+    dots = weigh_rows(g, a, weights)
+    assert dots.dtype == torch.float32
+    assert_rounded_once(dots, (before * a.double()).sum(dim=1), "<g, a>")
+    assert_rounded_once(g, before * weights.double()[:, None], "w g")
+    assert weigh_rows(g[:0], a[:0], weights[:0]).shape == (0,)

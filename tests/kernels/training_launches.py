@@ -22,8 +22,9 @@ from torch import Tensor
 
 from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
-from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
+from engine.kernels.records import AdapterSection, DropoutKey, GroupedUpdate, InputUpdate
 from engine.kernels.triton import grouped, grouped_factors, quantize
+from engine.kernels.triton.rows import weigh_rows
 from engine.ops.kernels import backend
 
 TRITON = backend("triton")
@@ -506,11 +507,13 @@ def expert_cases(
         scale = 1.25 if dropped else 1.0
         of_x, of_dy = (index, None) if gathers else (None, index)
         h = grouped_factors.grouped_project(x, a.mT, ends, index_N=of_x, mask=mask, scale=scale)
-        update = grouped.GroupedUpdate(h_NR=h, factors_ERM=b.mT)
+        update = GroupedUpdate(h_NR=h, factors_ERM=b.mT)
         grouped.grouped_rows(x, w.mT, ends, update=update, index_N=of_x)
         dh = grouped_factors.grouped_project(dy, b, ends, index_N=of_dy)
-        update = grouped.GroupedUpdate(h_NR=dh, factors_ERM=a, mask=mask, scale=scale)
+        update = GroupedUpdate(h_NR=dh, factors_ERM=a, mask=mask, scale=scale)
         grouped.grouped_rows(dy, w, ends, update=update, index_N=of_dy)
+        if not gathers:
+            weigh_rows(x, empty(num_rows, inputs), empty(num_rows))
         grouped_factors.grouped_outer(h, dy, ends, index_N=of_dy, ranks_first=False)
         grouped_factors.grouped_outer(dh, x, ends, index_N=of_x, mask=mask, scale=scale, ranks_first=True)
 

@@ -43,7 +43,7 @@ def _computed(
     layout = TensorLayout(base=None if base is None else BaseEncoding(encoding=encoding(base)))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=dtype)
     mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
-    mlp.router._loops = loops
+    mlp._loops = loops
     for linear in (mlp.gate_up, mlp.down):
         if linear.operands.encoded is not None:
             linear.operands.encoded.announce(together=not loops)  # as on a GPU, where nothing loops

@@ -29,6 +29,7 @@ from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import from_partial, join_tokens, split_tokens, to_partial
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
+from engine.experts.kernels import grouped_kernels
 from engine.experts.layers.expert_adapters import ExpertAdapter, expert_adapters, sharing
 from engine.experts.layers.router import Router
 from engine.experts.ops.encoded_experts import EncodedExperts
@@ -224,6 +225,12 @@ class GroupedLinear(ShardedModule):
             bias_blocks=bias_blocks if any(bias_blocks) else (),
             adds_bias=spec.dim == 0 or build.layout.expert_axes.tp.rank == 0,
             encoded=self._decoded_operand(b_EOR if beside else None),
+            grouped=grouped_kernels(
+                build.layout.kernels,
+                dtype=build.dtype,
+                narrowest=min(self._in, rows * len(leaves)),
+                shapes=build.device.type == "meta",
+            ),
         )
 
     @property
@@ -359,7 +366,7 @@ class GroupedLinear(ShardedModule):
             if b_shared is not None:
                 self._own_factor(f"{shared}.lora_B", b_shared[rows, common], common_b, b_blocks[0], rows, common)
             first += adapter.rank
-        differ = any(len({one.scale for one in adapter.present}) > 1 for adapter in adapters)
+        differ = len({one.scale for adapter in adapters for one in adapter.present}) > 1
         dropout = None
         if (probability := adapters[0].present[0].dropout) > 0:
             dropout = DropoutSite(

@@ -2,8 +2,9 @@
 
     y[n] = x[n] W[e(n)]        G[e] = sum over n with e(n) = e of left[n]^T right[n]
 
-On a GPU both are one launch (`torch.nn.functional.grouped_mm`), which reads on the device where an expert's rows end:
-the host waits for nothing. On a CPU they are loops over experts, for which the host knows the ends, with the
+On a GPU both are one launch, which reads on the device where an expert's rows end: the host waits for nothing. It is
+one of `engine.experts.kernels`, or torch's (`torch.nn.functional.grouped_mm`) where the backend has none, and for the
+gradients of weights. On a CPU they are loops over experts, for which the host knows the ends, with the
 backend's own product: faster there than torch's grouped one.
 
 Legend: N rows, E experts, K and M features.
@@ -221,6 +222,21 @@ def _add_each(whole_EMK: Tensor, blocks: Sequence[Sequence[GradientBlock]]) -> N
             continue
         wide = part.to(torch.float32, memory_format=torch.contiguous_format)
         add_together([(block.sink, wide[expert]) for expert, block in found])
+
+
+def add_outer_products(whole_EMK: Tensor, blocks: Sequence[Sequence[GradientBlock]], *, shared: bool) -> None:
+    """Adds each expert's gradients, or their sum, to its sinks.
+
+    Args:
+        blocks: for each expert; of what all experts share, one group.
+        shared: whether they do.
+    """
+    if not shared:
+        _add_each(whole_EMK, blocks)
+        return
+    total_MK = whole_EMK.sum(dim=0)
+    for block in (block for own in blocks for block in own):
+        block.sink.add(total_MK[block.rows, block.columns])
 
 
 def add_common_gradients(left_NM: Tensor, right_NK: Tensor, blocks: Sequence[Sequence[GradientBlock]]) -> None:

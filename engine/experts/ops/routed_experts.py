@@ -25,11 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.experts.kernels import GroupedKernels
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import Arrival, Exchange
 from engine.experts.ops.grouped_products import (
@@ -39,10 +40,12 @@ from engine.experts.ops.grouped_products import (
     add_grouped_gradients,
     add_grouped_rows,
     add_grouped_sums,
+    add_outer_products,
     grouped_product,
 )
 from engine.experts.ops.routing import Slots
-from engine.kernels.records import AdapterPlace, DropoutKey, InputUpdate
+from engine.kernels.philox import dropout_scale
+from engine.kernels.records import AdapterPlace, DropoutKey, GroupedUpdate, InputUpdate
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput, SwiGLUInput
@@ -63,7 +66,8 @@ class GroupedLowRank:
             it.
         b_OR: B where experts share it; None where each has its own, in the storage.
         places: of the sections' adapters, the same in every expert; what an expert lacks of one is zero there.
-        scales_ER: fp32, the scale of each column of H, where experts differ in it; None where that of `places` counts.
+        scales_ER: fp32, the scale of each column of H, where experts or sections differ in it; None where that of
+            `places` counts.
         a_blocks, b_blocks: destinations of the gradients of A and of B; of each expert, or of all together.
         dropout: of the input, or None.
     """
@@ -79,6 +83,15 @@ class GroupedLowRank:
     @property
     def shares_a(self) -> bool:
         return self.a_ERI.dim() == 2
+
+    def every_a(self, num_experts: int) -> Tensor:
+        """Returns each expert's A, [E, R, I], without a copy."""
+        return self.a_ERI.expand(num_experts, -1, -1) if self.shares_a else self.a_ERI
+
+    @property
+    def scale(self) -> float:
+        """The scale of all columns of H where `scales_ER` is None."""
+        return self.places[0].scale
 
     def scaled(self, h_NR: Tensor, rows: _Rows) -> Tensor:
         """Multiplies H, or its gradient, by the scales, in place."""
@@ -122,6 +135,30 @@ class GroupedLowRank:
                 yield own, self.a_ERI[expert]
 
 
+class FusedGradient(NamedTuple):
+    """What goes back through the adapters of one linear.
+
+    Args:
+        dh_NR: dH, times s.
+        mask: of the linear's input; None where nothing is dropped.
+        keep_scale: what is kept is multiplied by.
+    """
+
+    dh_NR: Tensor
+    mask: Tensor | None
+    keep_scale: float
+
+
+class _Picked(NamedTuple):
+    """Rows [N, F], or rows of a matrix by their numbers."""
+
+    x: Tensor
+    index_N: Tensor | None = None
+
+    def rows(self) -> Tensor:
+        return self.x if self.index_N is None else self.x.index_select(0, self.index_N)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedOperands:
     """One linear of all experts here.
@@ -137,6 +174,7 @@ class GroupedOperands:
         bias_blocks: destinations of the gradients of biases that train.
         adds_bias: whether this rank does; always where outputs are no parts of a sum.
         encoded: the weights as they are stored, where they are not in `extended_EOI`.
+        grouped: compiled kernels of one launch for all experts; None where torch's product computes them.
     """
 
     extended_EOI: Tensor
@@ -148,6 +186,7 @@ class GroupedOperands:
     bias_blocks: Blocks = ()
     adds_bias: bool = True
     encoded: EncodedExperts | None = None
+    grouped: GroupedKernels | None = None
 
     def in_context(self, context: TokenContext) -> GroupedOperands:
         """Returns these, or without the adapters where `context` says so."""
@@ -174,15 +213,34 @@ class GroupedOperands:
         assert rows.coordinates_N is not None
         return site.key(rows.coordinates_N, self.in_features, rows.context.step)
 
-    def project(self, x_NI: Tensor, rows: _Rows) -> Tensor | None:
-        """Returns H [N, R], which is kept; None without adapters."""
+    def fuses(self, groups: RowGroups) -> bool:
+        """Returns whether compiled kernels compute the products, which read rows where they lie."""
+        return self.grouped is not None and groups.on_host is None
+
+    def project(self, x_NI: Tensor, rows: _Rows, index_N: Tensor | None = None) -> Tensor | None:
+        """Returns H [N, R], which is kept; None without adapters.
+
+        Args:
+            index_N: int64, the row of x of each row, where products are fused and rows are not in order.
+        """
         if self.low_rank is None:
             return None
+        if self.grouped is not None and self.fuses(rows.groups):
+            return self._fused_project(self.grouped, self.low_rank, x_NI, rows, index_N)
         return self.low_rank.scaled(self.low_rank.times_a(self.dropped(x_NI, rows), rows, self.kernels), rows)
 
-    def forward(self, x_NI: Tensor, h: Tensor | None, rows: _Rows) -> Tensor:
-        """Returns y [N, O], of x and H."""
+    def forward(self, x_NI: Tensor, h: Tensor | None, rows: _Rows, index_N: Tensor | None = None) -> Tensor:
+        """Returns y [N, O], of x and H; see `project`."""
         groups, low_rank = rows.groups, self.low_rank
+        if self.grouped is not None and self.fuses(groups):
+            w_EOI, b_EOR = self._factors()
+            update = None
+            if h is not None and b_EOR is not None:
+                update = GroupedUpdate(h_NR=h, factors_ERM=b_EOR.mT)
+            y = self.grouped.product(x_NI, w_EOI.mT, groups.ends, update=update, index_N=index_N)
+            if self.bias_EO is not None and self.adds_bias:
+                add_grouped_rows(y, self.bias_EO, groups)
+            return y
         if low_rank is not None and h is not None and low_rank.b_OR is None:
             x_NI = torch.cat([x_NI, h], dim=1)
         y = self._product(x_NI, groups, transposed=True)
@@ -207,6 +265,79 @@ class GroupedOperands:
         if self.low_rank.b_OR is not None:
             return both, torch.mm(dy_NO, self.low_rank.b_OR)
         return both[:, : self.in_features], both[:, self.in_features :]
+
+    def _factors(self) -> tuple[Tensor, Tensor | None]:
+        """Returns each expert's W [E, O, I], decoded where it is stored encoded, and B [E, O, R]; of one that experts
+        share no copies."""
+        width = self.extended_EOI.shape[2]
+        both_EOI = self.extended_EOI if self.encoded is None else self.encoded.every(width)
+        w_EOI, b_EOR = both_EOI[..., : self.in_features], both_EOI[..., self.in_features :]
+        if self.low_rank is None:
+            return w_EOI, None
+        if self.low_rank.b_OR is not None:
+            b_EOR = self.low_rank.b_OR.expand(w_EOI.shape[0], -1, -1)
+        return w_EOI, b_EOR
+
+    def _fused_mask(self, rows: _Rows) -> tuple[Tensor | None, float]:
+        """Returns the mask of these rows' inputs in the backend's form, and what is kept is multiplied by."""
+        key = self._mask(rows)
+        return (None, 1.0) if key is None else (self.kernels.draw_mask(key), dropout_scale(key.probability))
+
+    def _fused_project(
+        self, grouped: GroupedKernels, low_rank: GroupedLowRank, x_NI: Tensor, rows: _Rows, index_N: Tensor | None
+    ) -> Tensor:
+        mask, keep_scale = self._fused_mask(rows)
+        own = 1.0 if low_rank.scales_ER is not None else low_rank.scale
+        return grouped.project(
+            x_NI,
+            low_rank.every_a(self.extended_EOI.shape[0]).mT,
+            rows.groups.ends,
+            index_N=index_N,
+            mask=mask,
+            scale=own * keep_scale,
+            scales_ER=low_rank.scales_ER,
+        )
+
+    def fused_gradient(
+        self, dy_NO: Tensor, rows: _Rows, index_N: Tensor | None, *, wants_dx: bool
+    ) -> tuple[Tensor | None, FusedGradient | None]:
+        """Returns dx = dy W + drop'(dH A), where it is wanted, and dH = s dy B with the mask of the input."""
+        grouped, low_rank, ends = self.grouped, self.low_rank, rows.groups.ends
+        assert grouped is not None
+        w_EOI, b_EOR = self._factors()
+        through, update = None, None
+        if low_rank is not None and b_EOR is not None:
+            scale = 1.0 if low_rank.scales_ER is not None else low_rank.scale
+            dh = grouped.project(dy_NO, b_EOR, ends, index_N=index_N, scale=scale, scales_ER=low_rank.scales_ER)
+            through = FusedGradient(dh, *self._fused_mask(rows))
+            update = GroupedUpdate(
+                h_NR=dh, factors_ERM=low_rank.every_a(w_EOI.shape[0]), mask=through.mask, scale=through.keep_scale
+            )
+        dx = grouped.product(dy_NO, w_EOI, ends, update=update, index_N=index_N) if wants_dx else None
+        return dx, through
+
+    def add_adapter_gradients(
+        self, dy: _Picked, x: _Picked, h_NR: Tensor | None, through: FusedGradient | None, rows: _Rows
+    ) -> None:
+        """Adds dA and dB to their sinks.
+
+        Args:
+            dy, x: the gradient of the output, and the input.
+            h_NR, through: H and what `fused_gradient` returned, weighted where dy is not.
+        """
+        grouped, low_rank, ends = self.grouped, self.low_rank, rows.groups.ends
+        assert grouped is not None
+        if low_rank is None or h_NR is None or through is None:
+            return
+        if any(low_rank.a_blocks):
+            da = grouped.outer(
+                through.dh_NR, x.x, ends, index_N=x.index_N, mask=through.mask, scale=through.keep_scale,
+                ranks_first=True,
+            )  # fmt: skip
+            add_outer_products(da, low_rank.a_blocks, shared=low_rank.shares_a)
+        if any(low_rank.b_blocks):
+            db = grouped.outer(h_NR, dy.x, ends, index_N=dy.index_N, ranks_first=False)
+            add_outer_products(db, low_rank.b_blocks, shared=low_rank.b_OR is not None)
 
     def _product(self, x_NK: Tensor, groups: RowGroups, *, transposed: bool) -> Tensor:
         """Returns each row times its expert's [W | B], or times its transpose."""
@@ -315,6 +446,9 @@ class RoutedPass:
         self.gate_up, self.down = gate_up.in_context(context), down.in_context(context)
         self.slots, self.exchange, self.gated, self.leaves_output = slots, exchange, gated, leaves_output
         self._context, self._leaves = context, leaves
+        self.fuses = self.gate_up.fuses(exchange.groups)
+        self.index = slots.tokens_N if self.fuses and exchange.stays else None
+        """The token of each row, where products pick rows themselves."""
         self.weights_TK: Tensor | None = None
         self.wants_dx = False
         """Whether the tokens have a gradient; known when their rows leave."""
@@ -384,10 +518,10 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, routed: RoutedPass, rows: _Rows, *leaves: Tensor) -> Tensor:
         gate_up, down, exchange = routed.gate_up, routed.down, routed.exchange
-        kept_x = _taken(routed.x)
-        x = routed.slots.gather(kept_x) if exchange.stays else kept_x
-        h = gate_up.project(x, rows)
-        both = gate_up.forward(x, h, rows)
+        kept_x, index = _taken(routed.x), routed.index
+        x = kept_x if index is not None or not exchange.stays else routed.slots.gather(kept_x)
+        h = gate_up.project(x, rows, index)
+        both = gate_up.forward(x, h, rows, index)
         a, _ = routed.gated.make(both, None, gate_up.kernels)
         h_down = down.project(a, rows)
         if not routed.leaves_output:
@@ -400,6 +534,9 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         kept_x, both, h, h_down = ctx.saved_tensors
         routed, rows = ctx.routed, ctx.rows
+        if routed.fuses:
+            _fused_backward(routed, rows, kept_x, both, h, h_down, weights_train=ctx.needs_input_grad[0])
+            return (both.new_empty(0), None, None, *([None] * ctx.num_leaves))
         gate_up, down, gated = routed.gate_up, routed.down, routed.gated
         slots, exchange = routed.slots, routed.exchange
         a, _ = gated.make(both, None, gate_up.kernels)
@@ -430,6 +567,54 @@ class _Compute(torch.autograd.Function):
         gate_up.add_weight_gradients(d_both, x, h, rows)  # while dx travels
         gate_up.add_bias_gradients(d_both, rows)
         return (d_both.new_empty(0), None, None, *([None] * ctx.num_leaves))
+
+
+def _fused_backward(
+    routed: RoutedPass,
+    rows: _Rows,
+    kept_x: Tensor,
+    both: Tensor,
+    h: Tensor | None,
+    h_down: Tensor | None,
+    *,
+    weights_train: bool,
+) -> None:
+    """Computes what `_Compute.backward` does, by the kernels of `engine.experts.kernels`.
+
+    Not yet weighted, the gradient of a is g = dy W + drop'(s dy B A), of which <g, a> = <dy, y - b>: what dropout and
+    A make of a in it is H.
+    """
+    gate_up, down, gated, exchange = routed.gate_up, routed.down, routed.gated, routed.exchange
+    assert down.grouped is not None
+    a, _ = gated.make(both, None, gate_up.kernels)
+    w_N, index = _taken(routed.w), routed.index
+    dy = _Picked(_taken(routed.dy), index)
+    da, through = down.fused_gradient(dy.x, rows, dy.index_N, wants_dx=True)
+    assert da is not None
+    dots = down.grouped.weigh(da, a, w_N)
+    trains = any(down.weight_blocks) or bool(down.bias_blocks)
+    dy_rows = dy.rows() if trains or (down.bias_EO is not None and down.adds_bias) else dy.x
+    if weights_train:
+        bias_dots = down.bias_dots(dy_rows, rows)
+        routed.d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
+    w_N1 = w_N[:, None].to(dy.x.dtype)
+    weighted = a * w_N1 if any(down.weight_blocks) else a  # not read where no weight trains
+    if down.bias_blocks:
+        down.add_bias_gradients(dy_rows * w_N1, rows)
+    add_grouped_gradients(dy_rows, weighted, rows.groups, down.weight_blocks)
+    if through is not None and h_down is not None:
+        through = through._replace(dh_NR=through.dh_NR * w_N1)
+        down.add_adapter_gradients(dy, _Picked(a), h_down * w_N1, through, rows)
+    d_both = gated.gradient(da, both, None, None, gate_up.kernels)
+    del da, dy, dy_rows, a, weighted
+    dx, through = gate_up.fused_gradient(d_both, rows, None, wants_dx=routed.wants_dx)
+    if dx is not None:
+        routed.dx = exchange.back(dx)
+    x = _Picked(kept_x, index)
+    if any(gate_up.weight_blocks):  # while dx travels
+        add_grouped_gradients(d_both, x.rows(), rows.groups, gate_up.weight_blocks)
+    gate_up.add_adapter_gradients(_Picked(d_both), x, h, through, rows)
+    gate_up.add_bias_gradients(d_both, rows)
 
 
 class _Combine(torch.autograd.Function):

@@ -122,4 +122,5 @@ def test_the_first_ten_minutes(tmp_path: Path) -> None:
     for name in EARLY:
         (record,) = rehearsal.glob(f"*-{name}.json")
         assert json.loads(record.read_text(encoding="utf-8")) and name in printed
+    assert "tokens/s" in _outcomes(tmp_path / "out")["rollouts"]["figures"]
     assert not list(rehearsal.rglob("*.safetensors"))

@@ -22,7 +22,7 @@ from engine.errors import UserError
 from engine.training.base_encoding import FP8_CAPABILITY
 from engine.training.start_model import check_model, model_source
 from rankfold.benchmarking.first_hour import run as first_hour
-from rankfold.benchmarking.first_hour.figures import key_figures
+from rankfold.benchmarking.first_hour.figures import figures_of_training, key_figures
 from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
 from rankfold.benchmarking.first_hour.run import LEFT_OUT, Gpus, chosen_parts, leave_out, run_part, summarise
 from rankfold.benchmarking.first_hour.targets import judge
@@ -309,6 +309,12 @@ def test_figures_of_a_step() -> None:
     }  # fmt: skip
     assert key_figures(record) == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
     assert key_figures({**record, "section": "experts"}) == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
+
+
+def test_figures_of_a_training() -> None:
+    log = "done\n  training loss   2.1 → 1.9\n  speed           71.4 tokens/s, 3s in all\n  run folder  /x\n"
+    assert figures_of_training(log) == "training loss 2.1 → 1.9; speed 71.4 tokens/s, 3s in all"
+    assert figures_of_training("run: 2 steps, folder /x\n") == ""
 
 
 def test_figures_of_a_section_with_one_table() -> None:

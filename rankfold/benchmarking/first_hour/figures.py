@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import Any
 from xml.etree import ElementTree
@@ -35,6 +36,12 @@ def key_figures(record: dict[str, Any]) -> str:
             if record.get("options", {}).get("repeats") == 0:
                 return f"{sum(len(table['rows']) for table in tables)} results right, nothing timed"
             return _rows(tables)
+
+
+def figures_of_training(log: str) -> str:
+    """Returns loss and speed of a training from what it prints at its end; "" where it has not come so far."""
+    found = re.findall(r"^  (training loss|speed) +(.+)$", log, re.MULTILINE)
+    return "; ".join(f"{name} {value}" for name, value in found)
 
 
 def _step(record: dict[str, Any]) -> str:

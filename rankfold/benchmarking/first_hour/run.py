@@ -34,7 +34,7 @@ from engine.config.command_line import CommandLine
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
 from engine.telemetry.format import format_columns
-from rankfold.benchmarking.first_hour.figures import key_figures, record_of_tests
+from rankfold.benchmarking.first_hour.figures import figures_of_training, key_figures, record_of_tests
 from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
 from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.table import progress
@@ -132,7 +132,8 @@ def run_part(number: int, part: Part, out: Path, seconds: float = math.inf) -> O
     taken = time.monotonic() - start
     log_text = Path(f"{stem}.log").read_bytes()[:written].decode("utf-8", errors="replace")
     record = _record(stem, part)
-    figures = _last_line(log_text) if record is None else key_figures(record)
+    figures = figures_of_training(log_text) if part.tool == "train" and status == PASSED else ""
+    figures = figures or (_last_line(log_text) if record is None else key_figures(record))
     judged = judge(record, log_text)
     outcome = Outcome(
         number=number,

@@ -78,7 +78,8 @@ def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 def _assert_tests_reported(folder: Path, status: str) -> None:
     """What failed before the end is known, and the test that waited has ended."""
-    assert _outcomes(folder / "out")["endless"]["status"] == status
+    outcome = _outcomes(folder / "out")["endless"]
+    assert (outcome["status"], outcome["figures"]) == (status, "0 passed, 1 failed, 0 skipped")
     (xml,) = (folder / "out").glob("rehearsal/*-endless.xml")
     assert "test_endless::test_fails" in record_of_tests(xml.read_text(encoding="utf-8"))["failed"]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -342,17 +342,18 @@ class Front:
     async def _retrieve(self, request: Request, owner: str) -> Response:
         _, asked = await self._json(request)
         name = text_of(asked, "request_id", limit=400)
-        # the event is there before the journal is read, so that no result comes unseen between the two
-        event = self._polls.setdefault(name, asyncio.Event())
         command = self._journal.command(name, owner)
         if command is not None and command.status == "waiting":
-            try:
-                await asyncio.wait_for(event.wait(), self._limits.poll_seconds)
-            except TimeoutError:
-                return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
-            command = self._journal.command(name, owner)
-        else:
-            self._polls.pop(name, None)
+            event = self._polls.setdefault(name, asyncio.Event())
+            command = self._journal.command(
+                name, owner
+            )  # again, as it may have been executed before the event was there
+            if command is not None and command.status == "waiting":
+                try:
+                    await asyncio.wait_for(event.wait(), self._limits.poll_seconds)
+                except TimeoutError:
+                    return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+                command = self._journal.command(name, owner)
         if command is None or command.result is None:
             raise HTTPException(410, f"the promise {name[:200]!r} is lost: send the request again.")
         assert command.type in (JSON, PROTOBUF)

@@ -71,7 +71,9 @@ class Recorder(TorchDispatchMode):
     def place(self) -> str:
         """Names the innermost line of the product that runs, or of a test."""
         frame: Any = sys._getframe(1)
-        while frame is not None and not frame.f_code.co_filename.startswith(_PRODUCT):
+        while frame is not None and (
+            not frame.f_code.co_filename.startswith(_PRODUCT) or frame.f_code.co_qualname == "_Kernel.run"
+        ):  # every launch passes by there
             frame = frame.f_back
         return "a test" if frame is None else f"{frame.f_code.co_filename[len(_ROOT) + 1 :]}:{frame.f_lineno}"
 

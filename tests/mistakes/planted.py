@@ -196,7 +196,7 @@ MISTAKES = {
             Edit(
                 "engine/layers/host_copies.py",
                 "self._passed.record(torch.cuda.current_stream(tensor.device))",
-                "self._passed.record(torch.cuda.default_stream(tensor.device))",
+                "self._passed.record(torch.cuda.Stream(tensor.device))",
             ),
         ),
         lane="fake CUDA",
@@ -272,13 +272,13 @@ MISTAKES = {
     "a view whose numbers lie apart, to NCCL": Mistake(
         edits=(
             Edit(
-                "engine/distributed/collectives.py",
-                "    source = tensor.contiguous()\n    out = source.new_empty(sum(received)",
-                "    source = tensor\n    out = source.new_empty(sum(received)",
+                "engine/pipeline/runner.py",
+                "tensor = self._outputs.pop(transfer.message).contiguous()",
+                "tensor = self._outputs.pop(transfer.message).transpose(0, -1)",
             ),
         ),
         lane="fake CUDA",
-        test=_layout("ulysses of 4"),
+        test=_layout("1f1b, inner rank"),
         said=r"NCCL takes contiguous tensors",
     ),
     "a grid of no blocks for no rows": Mistake(

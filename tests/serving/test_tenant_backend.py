@@ -209,6 +209,27 @@ def test_samples_have_the_scores_of_training(client: Client) -> None:
     assert read_samples(base.body)[0][0][2] == 1
 
 
+def test_a_policy_earns_more(client: Client) -> None:
+    """Completions are rewarded for tokens of the first half of the vocabulary."""
+    prompt, rewards = [5, 6, 7], list[float]()
+    for step in range(8):
+        client.seq[MODEL] = 3 * step + 1
+        path = json.loads(client.do(MODEL, "save_weights_for_sampler", path=f"s{step}").body)["path"]
+        asked = sample("t", step, prompt, 24, max_tokens=6, stop=[], seed=step)
+        sequences, _ = read_samples(client.samples(path, asked)[0].body)
+        earned = [float(np.mean([one < VOCAB // 2 for one in tokens])) for tokens, _, _ in sequences]
+        rewards.append(float(np.mean(earned)))
+        some = []
+        for (tokens, logps, _), reward in zip(sequences, earned, strict=True):
+            ids, before = [*prompt, *tokens], [0.0] * (len(prompt) - 1)
+            advantage = [reward - rewards[-1]] * len(tokens)
+            some.append(datum(ids[:-1], ids[1:], logprobs=before + logps, advantages=before + advantage))
+        loss, _ = read_output(client.train(MODEL, some, "importance_sampling").body)
+        assert abs(loss) < 1e-4, "ratios are 1, and advantages add up to 0"
+        assert client.step(MODEL, learning_rate=2e-2).good
+    assert rewards[-1] > 0.8 > 0.7 > rewards[0], rewards
+
+
 def test_files_bring_a_model_back(client: Client, base: Path, tmp_path: Path) -> None:
     client.train(MODEL, data(0))
     assert client.step(MODEL).good

@@ -9,7 +9,6 @@ the folder --state: a server that was ended, in whatever way, goes on from there
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,10 +54,12 @@ def main() -> None:
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise UserError(f"--{name} is {value}, but {low} to {high} is expected: change it.")
+    from engine.runtime.secrets import secret, take_secret
     from rankfold.serving.exchange import ServedModel
     from rankfold.serving.front import Limits
     from rankfold.serving.server import Address, run_server
 
+    take_secret(_KEYS)
     names = [one for one in (arguments.name, str(arguments.model)) if one is not None]
     model = ServedModel(
         path=arguments.model,
@@ -73,6 +74,6 @@ def main() -> None:
         arguments.state,
         Address(host=arguments.host, port=arguments.port),
         names,
-        os.environ.pop(_KEYS, None),
+        secret(_KEYS),
         Limits(models=arguments.models),
     )

@@ -82,7 +82,11 @@ class SpanLowRank(LowRank):
                 whole[rows] = drawn
         return whole
 
-    def project(self, x_TI: Tensor, mask: Tensor | None, kernels: Kernels, out: Tensor) -> Tensor:
+    def project(
+        self, x_TI: Tensor, mask: Tensor | None, kernels: Kernels, out: Tensor, *, copy: Tensor | None = None
+    ) -> Tensor:
+        if copy is not None:
+            copy.copy_(x_TI)
         out.zero_()
         for own, rows in self._each(x_TI):
             own.low_rank.project(x_TI[rows], _part(own, mask, rows), kernels, _columns(own, out[rows]))

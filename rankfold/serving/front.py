@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from rankfold.serving.journal import AnotherRequest, Journal, Model
 
 _ROOT = "/api/v1"
 _SEQ = 2**31 - 1
+_A_DAY = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +165,7 @@ class Front:
 
     async def _create_session(self, request: Request, owner: str) -> Response:
         await self._json(request)
+        self._journal.forget_results(time.time() - _A_DAY)
         session = secrets.token_hex(8)
         self._journal.add_session(session, owner)
         return JSONResponse({"type": "create_session", "session_id": session})

@@ -161,20 +161,26 @@ class Journal:
             session: in which the target is made by the command; None where it is there.
 
         Returns:
-            Whether it is new.
+            Whether it is to be executed: it is new, or a sample whose result was dropped.
 
         Raises:
             AnotherRequest: a request of that name was another one.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
         with self._turn() as base:
-            row = base.execute("SELECT digest, owner FROM commands WHERE request = ?", (request,)).fetchone()
+            row = base.execute(
+                "SELECT digest, owner, kind, status != 'waiting' AND result IS NULL FROM commands WHERE request = ?",
+                (request,),
+            ).fetchone()
             if row is not None:
-                if row != (digest, owner):
+                if row[:2] != (digest, owner):
                     raise AnotherRequest(
                         f"{request} was another request: give each request of a model or a sampler a number of its own."
                     )
-                return False
+                if row[2] != "asample" or not row[3]:
+                    return False
+                base.execute("UPDATE commands SET status = 'waiting', body = ? WHERE request = ?", (body, request))
+                return True
             if session is not None:
                 base.execute("INSERT INTO models (id, session, owner) VALUES (?, ?, ?)", (target, session, owner))
             base.execute(
@@ -235,7 +241,7 @@ class Journal:
     def forget_results(self, before: float) -> None:
         """Drops results that were written before a time, in seconds since 1970; their promises are lost."""
         with self._turn() as base:
-            base.execute("UPDATE commands SET result = NULL WHERE done < ?", (before,))
+            base.execute("UPDATE commands SET result = NULL WHERE done < ? AND result IS NOT NULL", (before,))
 
     def models(self, state: str) -> list[Model]:
         """Returns the models in a state, in the order in which they were made."""

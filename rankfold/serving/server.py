@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from rankfold.serving.journal import Journal
 
 _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
-_A_DAY = 86400.0
 
 
 class _Server(uvicorn.Server):
@@ -131,7 +129,6 @@ def run_server(
     listening = listen(address)
     folder = ServerFolder(state)
     journal = Journal(folder.journal)
-    journal.forget_results(time.time() - _A_DAY)
     try:
         backend = ModelProcess(model, folder)
         front = Front(names=names, context=backend.context, keys=known, journal=journal, folder=folder, limits=limits)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,17 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
         assert "as many as it may" in (await server.create(session, 2)).json["detail"]
         assert (await server.create(session, 0)).status == 200, "the same request again"
         assert (await server.ask("forward_backward", b"\xff")).status == 400
+        await server.result(f"{session}:train:0:0")
+        server.journal.forget_results(time.time() + 1)
+        assert (await server.result(f"{session}:train:0:0")).status == 410
+        await server.ask(
+            "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        )
+        for _ in range(2):  # the client sends the request of a lost promise again
+            promise = (await server.ask("asample", sample(f"{session}:sample:0", 0, [3]))).json["request_id"]
+            assert (await server.result(promise)).status == 200
+            server.journal.forget_results(time.time() + 1)
+        assert server.backend.names.count(promise) == 2
         refused = {"model_id": f"{session}:train:0", "seq_id": 1, "path": "refuse"}
         await server.ask("save_weights", refused)
         found = await server.result(f"{session}:train:0:1")

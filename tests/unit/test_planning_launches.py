@@ -69,9 +69,12 @@ def test_bytes_and_operations_of_kernels() -> None:
     """Llama-3-8B in bf16, 8192 tokens: bytes that a kernel cannot avoid, arithmetic of its products."""
     found = _kernels(lora=LoraOptions(rank=16, dropout=0.1))
     tokens, hidden, inner, layers = 8192, 4096, 14336, 32
-    (norms,) = found["layers", "forward", "norm_forward"]
-    assert norms.count == 2 * layers
+    norms, sums = found["layers", "forward", "norm_forward"]
+    assert norms.count == sums.count == layers
     assert norms.launch.nbytes == 2 * tokens * 2 * hidden + 2 * hidden + 4 * tokens  # x, y, weight, 1 / rms
+    assert sums.launch.nbytes == norms.launch.nbytes + 2 * tokens * 2 * hidden  # what is added to x, their sum
+    assert found["layers", "forward", "add"][0].count == layers  # the sums behind MLPs
+    assert ("layers", "backward", "add") not in found and ("layers", "forward", "copy_") not in found
     (swiglu,) = found["layers", "forward", "swiglu_project"]
     assert swiglu.count == layers
     # [gate | up] and y, their mask's bits, A, the columns with H in them; 128 ranges of 64 tokens are fewer than two

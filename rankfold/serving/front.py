@@ -13,6 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -348,15 +349,13 @@ class Front:
         command = self._journal.command(name, owner)
         if command is not None and command.status == "waiting":
             event = self._polls.setdefault(name, asyncio.Event())
-            command = self._journal.command(
-                name, owner
-            )  # again, as it may have been executed before the event was there
+            command = self._journal.command(name, owner)  # again: it may have been executed before the event was there
             if command is not None and command.status == "waiting":
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), self._limits.poll_seconds)
-                except TimeoutError:
-                    return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
                 command = self._journal.command(name, owner)
+        if command is not None and command.status == "waiting":
+            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
         if command is None or command.result is None:
             raise HTTPException(410, f"the promise {name[:200]!r} is lost: send the request again.")
         assert command.type in (JSON, PROTOBUF)

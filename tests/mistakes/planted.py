@@ -81,7 +81,7 @@ MISTAKES = {
         ),
         lane="stand-in driver",
         test=(GRIDS,),
-        said=r"swiglu\._forward_kernel \| 8b swiglu: \(14, 65537, 1\)",
+        said=r"swiglu\._forward_kernel \| 8b .*: \(14, 65537, 1\)",
     ),
     "products fused with sums": Mistake(
         edits=(
@@ -116,17 +116,37 @@ MISTAKES = {
             ),
         ),
         lane="interpreter",
-        test=("tests/kernels/test_triton_quantize.py", "-k", "not_finite"),
+        test=("-k", "not_finite and cpu", "tests/kernels/test_triton_quantize.py"),
         said=r"test_what_is_not_finite_is_in_the_scale",
     ),
     "stored and loaded without a barrier": Mistake(
         edits=(
             Edit(
                 "triton_kernels/swiglu.py",
+                "    h_TR = tl.zeros([TOKENS, RANKS], tl.float32)\n    first = tl.program_id(1) * split_length\n",
+                "    h_TR = tl.zeros([TOKENS, RANKS], tl.float32)\n    first = tl.program_id(1) * split_length\n"
+                "    back_T = tl.program_id(0).to(tl.int64) * TOKENS + TOKENS - 1 - tl.arange(0, TOKENS)\n",
+            ),
+            Edit(
+                "triton_kernels/swiglu.py",
                 "features_F[None, :], y_TF, mask=ok_TF)\n        y_TF = y_TF.to(DOT)\n",
                 "features_F[None, :], y_TF, mask=ok_TF)\n"
-                "        turned = y_ptr + tokens_T[None, :] * y_stride + features_F[:, None]\n"
-                "        y_TF = tl.trans(tl.load(turned, mask=tl.trans(ok_TF), other=0.0)).to(DOT)\n",
+                "        back = y_ptr + back_T[:, None] * y_stride + features_F[None, :]\n"
+                "        ok_TF = (back_T < num_tokens)[:, None] & ok_F[None, :]\n"
+                "        y_TF = tl.load(back, mask=ok_TF, other=0.0).to(DOT)\n",
+            ),
+            Edit(
+                "triton_kernels/swiglu.py",
+                "tokens_T, ok_T, start // 8, (num_features + 7) // 8, FEATURES // 8\n            )\n            y_TF",
+                "back_T, back_T < num_tokens, start // 8, (num_features + 7) // 8, FEATURES // 8\n            )\n"
+                "            y_TF",
+            ),
+            Edit(
+                "triton_kernels/swiglu.py",
+                "split_stride + tokens_T[:, None] * h_stride + ranks_R[None, :]\n"
+                "    tl.store(h, h_TR * keep_scale, mask=ok_T[:, None]",
+                "split_stride + back_T[:, None] * h_stride + ranks_R[None, :]\n"
+                "    tl.store(h, h_TR * keep_scale, mask=(back_T < num_tokens)[:, None]",
             ),
         ),
         lane="PTX",
@@ -175,7 +195,7 @@ MISTAKES = {
     "a document's length that is not rounded": Mistake(
         edits=(Edit("engine/ops/attention/varlen.py", "return -(-longest // _BLOCK) * _BLOCK", "return longest"),),
         lane="unit",
-        test=("tests/unit/test_varlen_attention.py", "-k", "whole_blocks"),
+        test=("-k", "whole_blocks", "tests/unit/test_varlen_attention.py"),
         said=r"test_the_bound_of_the_lengths_is_whole_blocks",
     ),
     "one communicator for two orders": Mistake(

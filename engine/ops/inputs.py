@@ -643,6 +643,11 @@ class SummedInput(_MadeFirst):
         self.total = u + self._added
         return self._source.make_rows(self.total, kernels)
 
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        raise AssertionError("backward takes the source")
+
 
 class _Made(torch.autograd.Function):
     """The leaves are passed only so that autograd knows the output depends on them."""

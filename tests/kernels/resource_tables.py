@@ -64,6 +64,7 @@ KNOWN = (
     Known("rows._(combine|weigh)", "", "weights_ptr load", "a slot's weight is one number"),
     Known("paged_attention._split", "gpt-oss", "sinks_ptr load", "a head's sink is one number"),
     Known("delta._solve|delta_channels._pairs", "", "tf32", "three such products make one that is as exact as fp32"),
+    Known("lora._(project|a_gradient)", "float32", "tf32 on sm_100", "Triton 3.6 does so for `ieee`, and 3.9 does not"),
     Known(
         "delta._solve", "", "spills", "before and after Hopper: products of fp32 from registers, in three parts each"
     ),
@@ -179,7 +180,7 @@ def problems(arch: int, row: Row) -> Iterator[str]:
     if "atomic" in computes:
         yield "adds up by atomic instructions, in an order that no other run repeats"
     if "tf32" in computes:
-        yield "multiplies numbers of fp32 in tf32, with 10 of their 23 bits"
+        yield f"multiplies numbers of fp32 in tf32 on sm_{arch}, with 10 of their 23 bits"
     if "fma" in computes and row["kernel"].startswith(UNFUSED):
         yield "fuses products with sums, so that its results are not those of plain torch"
 

@@ -51,7 +51,7 @@ class Anchor:
 
     Args:
         name: what is trained on what.
-        published: tokens a second and GPU; 0 where nobody has published one.
+        published: tokens a second and GPU; 0 where there is none.
         source: its address.
         model: of examples/memory/models.
         machine: of `engine.planning.machine`.
@@ -197,7 +197,7 @@ def rows(anchors: Sequence[Anchor] = ANCHORS) -> list[dict[str, Any]]:
 
 def _verdict(published: float, slow: float, fast: float) -> str:
     if not published:
-        return "nobody has published it"
+        return "not published"
     return "slower" if fast < published else "faster" if slow > published else "open"
 
 

@@ -44,11 +44,9 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 def _read(x: Tensor, index_N: Tensor | None) -> int:
     """Returns the bytes that are read of rows that lie elsewhere: of each at least once, and the index."""
-    return (
-        _bytes(x)
-        if index_N is None
-        else min(_bytes(x), _rows(x, index_N) * x.shape[1] * x.element_size()) + (_bytes(index_N))
-    )
+    if index_N is None:
+        return _bytes(x)
+    return min(_bytes(x), index_N.shape[0] * x.shape[1] * x.element_size()) + _bytes(index_N)
 
 
 def _product_shape(

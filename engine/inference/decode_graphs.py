@@ -6,7 +6,7 @@ the newest tokens, which the pass itself leaves there, the pages of each row, an
 before each pass (`PassInputs`). Rows that have ended, or are not there yet, are computed too; their tokens go to a page
 of no row and are not read.
 
-Pages of a row that begins or moves are sent as a whole; of one that goes on, the page of the new token is among the
+Pages of a row that begins or moves are sent as a whole; of one that continues, the page of the new token is among the
 inputs of the pass, which enters it. Copies of shared pages are a graph of their own, which most passes do not need.
 
 Graphs live as long as the cache that they write to. Weights may change in place meanwhile, as a graph reads them where

@@ -300,11 +300,6 @@ class NormInput(_MadeFirst):
         norm = NormFactors(rstd=statistics, weight=weight if self.divisor == 1.0 else weight / self.divisor)
         low_rank.accumulate_a(dh, u, mask, kernels, norm)
 
-    def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
-        return self._gradient(None, dx, u, statistics, update, kernels)
-
     def gradient_beside(
         self,
         residual: Tensor,
@@ -314,16 +309,16 @@ class NormInput(_MadeFirst):
         update: InputUpdate | None,
         kernels: Kernels,
     ) -> Tensor:
-        return self._gradient(residual, dx, u, statistics, update, kernels)
+        return self.gradient(dx, u, statistics, update, kernels, residual)
 
-    def _gradient(
+    def gradient(
         self,
-        residual: Tensor | None,
         dx: Tensor,
         u: Tensor,
         statistics: Tensor | None,
         update: InputUpdate | None,
         kernels: Kernels,
+        residual: Tensor | None = None,
     ) -> Tensor:
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer

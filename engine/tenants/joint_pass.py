@@ -12,7 +12,7 @@ from engine.batch import Batch
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.models.decoder import Decoder
 from engine.objectives.language_modeling import LanguageModeling
-from engine.objectives.objective import Objective, ObjectiveSums
+from engine.objectives.objective import Objective
 from engine.ops.attention.token_context import AdapterChoice
 from engine.tenants.joined_batch import Joined, join
 from engine.tenants.span_adapters import Peers, SpanChoice
@@ -43,27 +43,29 @@ class _JointLoss(LanguageModeling):
     def __init__(self, objectives: Mapping[int, Objective]) -> None:
         super().__init__()
         self._objectives = objectives
-        self.scales: dict[int, Tensor] = {}
+        self._scales: Mapping[int, Tensor] = {}
         self.sums_of: dict[int, Tensor] = {}
 
-    def sums(
-        self,
-        token_losses_T: Tensor,
-        batch: Batch,
-        reference: Tensor | None,
-        baseline: Tensor | None = None,
-        entropies_T: Tensor | None = None,
-    ) -> ObjectiveSums:
+    def begin(self, scales: Mapping[int, Tensor]) -> None:
+        """Begins the passes of these tenants.
+
+        Args:
+            scales: the factor of each one's loss.
+        """
+        self._scales = scales
+        self.sums_of = {
+            number: scale.new_zeros(1 + len(self._objectives[number].metrics)) for number, scale in scales.items()
+        }
+
+    def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         joined = batch.part(Joined)
         assert joined is not None
         losses = []
         for span, own in zip(joined.spans, joined.batches, strict=True):
             found = self._objectives[span.tenant].sums(token_losses_T[span.first : span.last], own, None)
-            losses.append(found.loss * self.scales[span.tenant])
-            known = self.sums_of.get(span.tenant)
-            self.sums_of[span.tenant] = found.figures if known is None else known + found.figures
-        loss = torch.stack(losses).sum()
-        return ObjectiveSums(loss, loss.detach()[None])
+            losses.append(found.loss * self._scales[span.tenant])
+            self.sums_of[span.tenant] = self.sums_of[span.tenant] + found.figures
+        return torch.stack(losses).sum()
 
 
 class JointPass:
@@ -100,8 +102,7 @@ class JointPass:
         Returns:
             Tenant -> fp32 sums of its loss and its objective's metrics on this rank.
         """
-        self._loss.scales = {work.tenant: work.scale for parts in micro_batches for work in parts}
-        self._loss.sums_of = {}
+        self._loss.begin({work.tenant: work.scale for parts in micro_batches for work in parts})
         joined = [join([(work.tenant, work.batch) for work in parts]) for parts in micro_batches]
         one = torch.ones((), dtype=torch.float32, device=self.stages.step.device)
         self.stages.gradients(joined, one, before_last_backward=lambda entries: None)

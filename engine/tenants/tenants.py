@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES, TrainingPlan
+from engine.layers.module import ShardEntry
 from engine.layers.shared_base import SharedBase
 from engine.objectives.objective import Objective
 from engine.runtime.launch import Launch
@@ -103,7 +104,7 @@ class Tenants:
         return self._trainings[number]
 
     def gradients(self, batches: Mapping[int, Sequence[Batch]], targets: Mapping[int, float]) -> dict[int, Tensor]:
-        """Adds up the gradients of these tenants' global batches.
+        """Adds up the gradients of these tenants' global batches; `update` sums them over ranks.
 
         Args:
             batches: this rank's micro-batches of each.
@@ -113,29 +114,26 @@ class Tenants:
             Tenant -> 0-dim fp32 mean loss over its targets.
         """
         device = self._base.stages.step.device
-        apart = [number for number in batches if not self._joins[number]]
-        work = [
-            Work(number, batch.to(device), torch.full((), targets[number], device=device).clamp(min=1.0).reciprocal())
-            for number, own in batches.items()
-            if number not in apart
-            for batch in own
-        ]
-        losses = {}
-        if work:
+        counts = {number: torch.full((), targets[number], device=device) for number in batches}
+        together = [number for number, own in batches.items() if self._joins[number] and can_join(own)]
+        sums: dict[int, Tensor] = {}
+        if together:
             self._joint = self._joint or self._make_joint()
+            scales = {number: counts[number].clamp(min=1.0).reciprocal() for number in together}
+            work = [Work(number, batch.to(device), scales[number]) for number in together for batch in batches[number]]
             sums = self._joint.gradients(self._grouped(work))
-            mesh = self._base.mesh
-            for number in dict.fromkeys(one.tenant for one in work):
-                total = all_reduce(all_reduce(sums[number][:1].clone(), mesh.dp_cp), mesh.pp)
-                losses[number] = (total / max(targets[number], 1.0))[0]
-                self._trainings[number].reducer.finish()
-        for number in apart:
-            losses[number] = self._trainings[number].step.gradients(list(batches[number]), targets[number])
-        return losses
+        for number, own in batches.items():
+            if number not in sums:
+                stages = self._trainings[number].stages
+                sums[number] = stages.gradients(list(own), counts[number], before_last_backward=_not_yet)
+        mesh = self._base.mesh
+        totals = {number: all_reduce(all_reduce(sums[number][0].clone(), mesh.dp_cp), mesh.pp) for number in batches}
+        return {number: total / counts[number].clamp(min=1.0) for number, total in totals.items()}
 
     def update(self, number: int, lr: float, loss: Tensor) -> Tensor:
         """Takes a tenant's optimizer step; returns the 0-dim gradient norm."""
         training = self._trainings[number]
+        training.reducer.finish()
         norm = training.optimizer.step(lr, loss)
         training.stages.step.add_(1)
         return norm
@@ -145,23 +143,22 @@ class Tenants:
         return JointPass(self._base.stages, joined)
 
     def _grouped(self, work: Sequence[Work]) -> list[list[Work]]:
-        """Returns micro-batches that can be joined, in the order given; tenants whose heads have adapters, whose loss
+        """Returns the micro-batches of joined ones, in the order given; tenants whose heads have adapters, whose loss
         is computed otherwise, apart from the others."""
         groups: list[list[Work]] = []
         open_groups: dict[bool, list[Work]] = {}
         for one in work:
             head = self._trainings[one.tenant].plan.modules.adapter("lm_head") is not None
             group = open_groups.get(head)
-            fits = group is not None and can_join([one.batch, group[0].batch])
-            if group is None or not fits or _tokens(group) + one.batch.num_tokens > self._tokens:
+            if group is None or sum(own.batch.num_tokens for own in (*group, one)) > self._tokens:
                 group = open_groups[head] = []
                 groups.append(group)
             group.append(one)
         return groups
 
 
-def _tokens(group: Sequence[Work]) -> int:
-    return sum(one.batch.num_tokens for one in group)
+def _not_yet(entries: Iterable[ShardEntry]) -> None:
+    """Starts no reduction: more gradients may come before the update."""
 
 
 def _joins(training: Training, plan: ModelPlan) -> bool:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from engine.batch import Batch, BatchPart
 from engine.objectives.language_modeling import LanguageModeling
-from engine.objectives.objective import ObjectiveSums
 
 _LOW, _HIGH, _BETA = 0.8, 1.2, 0.05
 
@@ -109,18 +108,10 @@ class ClientLoss(LanguageModeling):
 
     logps: dict[int, Tensor] = field(default_factory=dict)
 
-    def sums(
-        self,
-        token_losses_T: Tensor,
-        batch: Batch,
-        reference: Tensor | None,
-        baseline: Tensor | None = None,
-        entropies_T: Tensor | None = None,
-    ) -> ObjectiveSums:
-        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
+    def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
+        """Returns the 0-dim fp32 loss that the micro-batch brings."""
         inputs = batch.part(TokenInputs)
         assert inputs is not None
         logps = -token_losses_T
         self.logps[inputs.place] = logps.detach()
-        loss = loss_sum(logps, inputs)
-        return ObjectiveSums(loss, loss.detach()[None])
+        return loss_sum(logps, inputs)

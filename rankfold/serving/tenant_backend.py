@@ -173,7 +173,7 @@ class TenantBackend:
             else:
                 training.append((task, request))
         if training:
-            batches, losses = {}, {}
+            batches = {}
             for task, request in training:
                 number = self._models[task.target][0]
                 batches[number] = micro_batches(request, self._options.tokens)

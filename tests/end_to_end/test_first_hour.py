@@ -1,4 +1,4 @@
-"""tools/gpu_first_hour.sh --rehearse: the parts of the first ten minutes really run, in small, on a CPU."""
+"""tools/gpu_first_hour.sh --smoke-test: the parts of the first ten minutes really run, with small sizes, on a CPU."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def _script(out: Path, *words: str, **more: str) -> subprocess.CompletedProcess[
 
 
 def _outcomes(out: Path) -> dict[str, dict[str, Any]]:
-    found = json.loads((out / "rehearsal" / "summary.json").read_text(encoding="utf-8"))
+    found = json.loads((out / "smoke-test" / "summary.json").read_text(encoding="utf-8"))
     return {one["name"]: one for one in found}
 
 
-def test_a_part_is_rehearsed(tmp_path: Path) -> None:
-    done = _script(tmp_path, "machine-speed", "--rehearse")
+def test_a_part_runs_in_small(tmp_path: Path) -> None:
+    done = _script(tmp_path, "machine-speed", "--smoke-test")
     assert done.returncode == 0, done.stderr
     outcome = _outcomes(tmp_path)["machine-speed"]
     assert outcome["status"] == "passed" and "GB/s" in outcome["figures"] and "1 machine-speed" in done.stdout
-    files = {path.suffix for path in (tmp_path / "rehearsal").glob("01-machine-speed.*")}
+    files = {path.suffix for path in (tmp_path / "smoke-test").glob("01-machine-speed.*")}
     assert files == {".json", ".log", ".md", ".outcome"}
-    assert [path.name for path in tmp_path.iterdir()] == ["rehearsal"], "a later call takes it for a GPU's"
+    assert [path.name for path in tmp_path.iterdir()] == ["smoke-test"], "a later call takes it for a GPU's"
 
 
 BLOCKER = "import sys\nsys.modules |= dict.fromkeys(['jsonargparse', 'docstring_parser'])\n"
@@ -49,7 +49,7 @@ BLOCKER = "import sys\nsys.modules |= dict.fromkeys(['jsonargparse', 'docstring_
 def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     """Without two packages that few images have, with how they get there; the other parts run."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKER, encoding="utf-8")
-    done = _script(tmp_path, "machine-speed", "rollouts", "--rehearse", PYTHONPATH=str(tmp_path))
+    done = _script(tmp_path, "machine-speed", "rollouts", "--smoke-test", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     first, install, carry, *rest = done.stderr.splitlines()
     assert "will be left out: rollouts (needs jsonargparse and docstring_parser, not installed for" in first
@@ -80,7 +80,7 @@ def _assert_tests_reported(folder: Path, status: str) -> None:
     """What failed before the end is known, and the test that waited has ended."""
     outcome = _outcomes(folder / "out")["endless"]
     assert (outcome["status"], outcome["figures"]) == (status, "0 passed, 1 failed, 0 skipped")
-    (xml,) = (folder / "out").glob("rehearsal/*-endless.xml")
+    (xml,) = (folder / "out").glob("smoke-test/*-endless.xml")
     assert "test_endless::test_fails" in record_of_tests(xml.read_text(encoding="utf-8"))["failed"]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(folder / "test_endless.py") not in running
@@ -88,7 +88,7 @@ def _assert_tests_reported(folder: Path, status: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_part_is_ended_and_counted(tmp_path: Path, number: signal.Signals) -> None:
-    process = _start(tmp_path, "broken", "endless", "--rehearse")
+    process = _start(tmp_path, "broken", "endless", "--smoke-test")
     _wait_for(tmp_path / "waits", process)
     os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
@@ -102,9 +102,9 @@ def test_an_interrupted_part_is_ended_and_counted(tmp_path: Path, number: signal
 @pytest.mark.timeout(1800)
 def test_the_first_ten_minutes(tmp_path: Path) -> None:
     """All early parts, one that fails and one that is out of time; ended in the middle, and gone on with."""
-    rehearsal = tmp_path / "out" / "rehearsal"
-    process = _start(tmp_path, "--rehearse", "--ten-minutes")
-    _wait_for(rehearsal / "04-step.log", process)
+    smoke_test = tmp_path / "out" / "smoke-test"
+    process = _start(tmp_path, "--smoke-test", "--ten-minutes")
+    _wait_for(smoke_test / "04-step.log", process)
     time.sleep(2)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
@@ -112,16 +112,16 @@ def test_the_first_ten_minutes(tmp_path: Path) -> None:
     assert {name: one["status"] for name, one in _outcomes(tmp_path / "out").items()} == {
         **passed, "step": "interrupted",
     }  # fmt: skip
-    process = _start(tmp_path, "--rehearse", "--seconds", "1500")
+    process = _start(tmp_path, "--smoke-test", "--seconds", "1500")
     printed, said = process.communicate()
     statuses = {name: one["status"] for name, one in _outcomes(tmp_path / "out").items()}
-    logs = {path.name: path.read_text()[-2000:] for path in rehearsal.glob("*.log")}
+    logs = {path.name: path.read_text()[-2000:] for path in smoke_test.glob("*.log")}
     assert statuses == {**dict.fromkeys(EARLY, "passed"), "broken": "failed", "endless": "out of time"}, logs
     assert process.returncode == 1 and said.count("passed before") == 3
     _assert_tests_reported(tmp_path, "out of time")
     assert "did not begin" not in printed
     for name in EARLY:
-        (record,) = rehearsal.glob(f"*-{name}.json")
+        (record,) = smoke_test.glob(f"*-{name}.json")
         assert json.loads(record.read_text(encoding="utf-8")) and name in printed
     assert "tokens/s" in _outcomes(tmp_path / "out")["rollouts"]["figures"]
-    assert not list(rehearsal.rglob("*.safetensors"))
+    assert not list(smoke_test.rglob("*.safetensors"))

@@ -31,4 +31,4 @@ def test_the_file_has_what_is_predicted(anchor: str) -> None:
 
 def test_verdicts_are_of_the_whole_range() -> None:
     assert [anchors._verdict(100, *ends) for ends in ((101, 200), (50, 99), (99, 101))] == ["faster", "slower", "open"]
-    assert anchors._verdict(0, 1, 2) == "nobody has published it"
+    assert anchors._verdict(0, 1, 2) == "not published"

@@ -27,7 +27,7 @@ class Part:
         memory: GiB that a GPU needs for it.
         capability: the least compute capability of a GPU that has the products for it.
         early: among the first, which together tell in ten minutes whether the engine runs here, and how fast.
-        on_cpu: arguments in a rehearsal, which has the sizes that a CPU finishes in seconds; "" where there is none.
+        on_cpu: arguments in a smoke test, of sizes that a CPU finishes in seconds; "" where there is none.
         seconds: that it may take.
         marks: pytest's marker expression, of tests.
     """
@@ -74,7 +74,7 @@ class Part:
             if name in self.arguments:
                 write_small_run(Path(f"{stem}.run"), sizes)
 
-    def rehearsed(self) -> Part:
+    def in_small(self) -> Part:
         """Returns the part as a machine without a GPU runs it: the same tool with the sizes of `on_cpu`."""
         return replace(self, arguments=self.on_cpu, gpus=0, memory=0, capability=(0, 0), marks="not gpu")
 
@@ -140,7 +140,7 @@ _SMALL_ROLLOUTS = (
     "--model.dtype float32 --train.steps 2 --train.global_batch_size 8 --rollout.max_completion_length 4 "
     "--data.seq_length 64"
 )
-"""Options of rehearsals."""
+"""Options of smoke tests."""
 
 PARTS = (
     Part("machine-speed", "machine-speed", early=True, seconds=60.0,

@@ -50,7 +50,7 @@ _DUMP = 1.0
 PASSED, LEFT_OUT, INTERRUPTED = "passed", "left out", "interrupted"
 """Statuses: a part that ran to its end; one for which this machine has too few GPUs, too little memory, GPUs that are
 too old, or a package that is not installed; and one that ran when the call was ended."""
-REHEARSAL = "rehearsal"
+SMOKE_TEST = "smoke-test"
 """Folder in OUT of the results on a CPU, so that no later call takes them for a GPU's."""
 
 
@@ -300,8 +300,8 @@ def _require_gpu() -> Gpus:
         raise UserError(f"{sys.executable} has no torch: name an interpreter that has it by PYTHON=...") from None
     if not torch.cuda.is_available():
         raise UserError(
-            "torch sees no GPU here: run this on a machine with one, or add --rehearse to run it in small on the CPU, "
-            "or --dry-run to see the commands."
+            "torch sees no GPU here: run this on a machine with one, or add --smoke-test to run small sizes on the "
+            "CPU, or --dry-run to see the commands."
         )
     found = torch.cuda.get_device_properties(0)
     return Gpus(torch.cuda.device_count(), found.total_memory / 2**30, (found.major, found.minor))
@@ -325,22 +325,24 @@ def main() -> None:
         help=f"end after so many ({TEN_MINUTES:.0f} with --ten-minutes); the same command runs the rest next",
     )
     parser.add_argument(
-        "--rehearse",
+        "--smoke-test",
         action="store_true",
-        help=f"the early parts with small sizes on the CPU, into OUT/{REHEARSAL}: needs no GPU, and measures nothing",
+        help=f"the early parts with small sizes on the CPU, into OUT/{SMOKE_TEST}: needs no GPU, and measures nothing",
     )
     arguments = parser.parse_args()
-    early = arguments.ten_minutes or arguments.rehearse
+    early = arguments.ten_minutes or arguments.smoke_test
     chosen = [one for one in chosen_parts(arguments.parts) if one[1].early or not early]
-    if arguments.rehearse:
+    if arguments.smoke_test:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        chosen = [(number, part.rehearsed()) for number, part in chosen]
-    out = arguments.out.absolute() / (REHEARSAL if arguments.rehearse else "")  # parts run in the repository's folder
+        chosen = [(number, part.in_small()) for number, part in chosen]
+    out = arguments.out.absolute() / (
+        SMOKE_TEST if arguments.smoke_test else ""
+    )  # parts run in the repository's folder
     if arguments.dry_run:
         for number, part in chosen:
             print(f"{number} {part.name}: {shlex.join(part.command(out / f'{number:02d}-{part.name}'))}")
         return
-    here = Gpus(0, 0.0, (0, 0)) if arguments.rehearse else _require_gpu()
+    here = Gpus(0, 0.0, (0, 0)) if arguments.smoke_test else _require_gpu()
     out.mkdir(parents=True, exist_ok=True)
     _say_what_is_missing([part for _, part in chosen], here)
     seconds = arguments.seconds or (TEN_MINUTES if arguments.ten_minutes else math.inf)

@@ -19,7 +19,8 @@ from engine.adopted.tensor_plan import Split, parallel_linear, parallel_sections
 from engine.layers.context import LayerContext
 from engine.layers.mlp import Activation
 from engine.layers.module import ShardEntry
-from engine.ops.inputs import GeGLUInput, GivenInput, LinearInput, SwiGLUInput
+from engine.ops.activations import GeGLUInput, SwiGLUInput
+from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Kernels
 from engine.ops.norm import output_rmsnorm
 

@@ -10,8 +10,9 @@ from engine.distributed.sharding import split_spec
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.ops.activations import GeGLUInput, SquaredReLUInput, SwiGLUInput
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.inputs import GeGLUInput, LinearInput, SquaredReLUInput, SwiGLUInput
+from engine.ops.inputs import LinearInput
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
 INPUTS: dict[Activation, LinearInput] = {

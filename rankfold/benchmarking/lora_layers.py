@@ -21,8 +21,9 @@ from engine.kernels.philox import dropout_mask, dropout_scale
 from engine.kernels.records import Documents, DropoutKey
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.ops.activations import SwiGLUInput
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
+from engine.ops.inputs import GivenInput, LinearInput, NormInput
 from engine.ops.kernels import Kernels
 from rankfold.benchmarking.case import Contestant, Results, deviation
 from rankfold.benchmarking.options import Shape

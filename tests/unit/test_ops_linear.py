@@ -16,6 +16,7 @@ from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
 from engine.kernels.philox import dropout_mask
 from engine.kernels.records import AdapterSection, Documents, DropoutKey
+from engine.ops.activations import SwiGLUInput
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.backends import NATIVE
@@ -23,7 +24,7 @@ from engine.ops.cross_entropy import cross_entropy
 from engine.ops.dropout import DropoutSite
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
-from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
+from engine.ops.inputs import GivenInput, LinearInput, NormInput
 from engine.ops.kernels import REFERENCE, AdaptedProducts, Folds, Kernels
 from engine.ops.operands import LinearOperands, OutputGradient, RowsSink, Update
 from engine.ops.parallel_linear import column_linear, row_linear

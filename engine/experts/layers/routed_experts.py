@@ -47,9 +47,10 @@ from engine.layers.mlp import INPUTS, MLP, Activation, first_linears
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import EXPERT_GATE_UP, FUSED, GATE_UP, SHARED_EXPERT_GATE_UP
+from engine.ops.activations import ClampedGLUInput
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
-from engine.ops.inputs import ClampedGLUInput, GivenInput, LinearInput, compute_input
+from engine.ops.inputs import GivenInput, LinearInput, compute_input
 
 _ALL = slice(None)
 
@@ -65,7 +66,7 @@ class RoutedSizes(LayerVariant):
         gates_shared: that expert's output is multiplied by a gate of its own, a sigmoid of each token.
         dense_layers: the layers that have an MLP after all.
         has_biases: every linear of an expert has one.
-        clamp: steepness and limit of the clamped gate (see ops.inputs.ClampedGLUInput); None for SwiGLU.
+        clamp: steepness and limit of the clamped gate (see ops.activations.ClampedGLUInput); None for SwiGLU.
         activation: of an expert; "relu2", the square of a ReLU, is of experts without a gate.
         latent: features that the chosen experts read and write, between two linears that all tokens share; 0 for those
             of the stream.

@@ -46,9 +46,10 @@ from engine.experts.ops.grouped_products import (
 from engine.experts.ops.routing import Slots
 from engine.kernels.philox import dropout_scale
 from engine.kernels.records import AdapterPlace, DropoutKey, GroupedUpdate, InputUpdate
+from engine.ops.activations import SwiGLUInput
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
-from engine.ops.inputs import LinearInput, SwiGLUInput
+from engine.ops.inputs import LinearInput
 from engine.ops.kernels import Kernels, scale_projection
 
 Blocks = tuple[tuple[GradientBlock, ...], ...]

@@ -332,12 +332,11 @@ def main() -> None:
     arguments = parser.parse_args()
     early = arguments.ten_minutes or arguments.smoke_test
     chosen = [one for one in chosen_parts(arguments.parts) if one[1].early or not early]
+    out = arguments.out.absolute()  # parts run in the repository's folder
     if arguments.smoke_test:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         chosen = [(number, part.in_small()) for number, part in chosen]
-    out = arguments.out.absolute() / (
-        SMOKE_TEST if arguments.smoke_test else ""
-    )  # parts run in the repository's folder
+        out /= SMOKE_TEST
     if arguments.dry_run:
         for number, part in chosen:
             print(f"{number} {part.name}: {shlex.join(part.command(out / f'{number:02d}-{part.name}'))}")

@@ -108,7 +108,7 @@ QUICK = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small limits, and processes that start at once."""
-    limits = CallLimits(open_seconds=3.0, open_bytes=2**29, text_seconds=0.5, text_bytes=2**28)
+    limits = CallLimits(open_seconds=30.0, open_bytes=2**29, text_seconds=0.5, text_bytes=2**28)
     monkeypatch.setattr(tokenizer_calls, "LIMITS", limits)
     monkeypatch.setattr(sys, "executable", str(warm_python()))
 

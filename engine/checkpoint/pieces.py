@@ -150,9 +150,11 @@ class PieceReader(TensorReader):
         """Returns the keys that the manifest places in a file."""
         if self.manifest.columns is None:
             if not self._listed:
+                listed: dict[str, set[str]] = {}
                 for record in self.manifest.tensors.values():
                     for piece in record.pieces:
-                        self._listed.setdefault(piece.file, set()).add(piece.key)
+                        listed.setdefault(piece.file, set()).add(piece.key)
+                self._listed = listed  # whole at once: several threads read
             return self._listed.get(file, set())
         place = list(self.manifest.files).index(file)
         columns = [record.pieces for record in self.manifest.tensors.values()]

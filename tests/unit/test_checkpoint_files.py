@@ -18,6 +18,7 @@ from engine.checkpoint.folder import check_output
 from engine.checkpoint.manifest import manifest_from_json, read_manifest
 from engine.checkpoint.manifest import write_manifest as write
 from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
+from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.errors import UserError
@@ -226,3 +227,29 @@ def test_too_little_disk_is_refused_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="free"), staged(tmp_path / "out", num_bytes=1 << 60):
         pytest.fail("the work began")
     assert list(tmp_path.iterdir()) == []
+
+
+class _ReadBetween(dict[str, TensorRecord]):
+    """Records between the first and the second of which another thread reads."""
+
+    reader: PieceReader | None = None
+
+    def values(self) -> Any:
+        for number, record in enumerate(list(super().values())):
+            if number == 1 and (reader := self.reader) is not None:
+                self.reader = None
+                assert torch.equal(reader.stored_view("b", 0), torch.ones(2))
+            yield record
+
+
+def test_a_read_beside_the_first_one_of_a_reader(tmp_path: Path) -> None:
+    """The fingerprint of a run's weights is read in the background."""
+    write_file(tmp_path / "one.safetensors", {"a": torch.zeros(2), "b": torch.ones(2)})
+    records = _ReadBetween()
+    for name in ("a", "b"):
+        piece = PieceRecord(box=Box(), file="one.safetensors", key=name, checksum="")
+        records[name] = TensorRecord(shape=(2,), dtype="F32", pieces=[piece])
+    size = (tmp_path / "one.safetensors").stat().st_size
+    manifest = Manifest(kind="base", engine_version="1", tensors=records, files={"one.safetensors": size})
+    reader = records.reader = PieceReader(tmp_path, manifest)
+    assert torch.equal(reader.stored_view("a", 0), torch.zeros(2))

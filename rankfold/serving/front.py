@@ -24,11 +24,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.errors import UserError
-from rankfold.serving.commands import head_of, read_adapter, read_json, read_path, text_of, whole_of
+from rankfold.serving.commands import read_adapter, read_json, read_path, text_of, whole_of
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import JSON, PROTOBUF
 from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.journal import AnotherRequest, Journal, Model
+from rankfold.serving.loss_request import head_of
 
 _ROOT = "/api/v1"
 _SEQ = 2**31 - 1

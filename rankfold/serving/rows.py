@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import Batch
-from rankfold.serving.commands import Datum, ForwardBackward
+from rankfold.serving.loss_request import Datum, ForwardBackward
 from rankfold.serving.losses import TokenInputs
 
 _PARTS = {

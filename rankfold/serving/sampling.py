@@ -20,7 +20,7 @@ from engine.inference.generate import Answer, Generator, Request
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.training.build import Training
-from rankfold.serving.commands import Sample
+from rankfold.serving.sample_request import Sample
 
 _SEED_BITS = 31
 _STOPPED, _TOO_LONG = 0, 1

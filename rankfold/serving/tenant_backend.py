@@ -30,24 +30,22 @@ from engine.training.build import Training
 from rankfold.serving.adapter_file import Written, delete_expired, read_adapter, read_written, write_adapter
 from rankfold.serving.commands import (
     Adapter,
-    ForwardBackward,
-    Sample,
     Saved,
     read_adam,
     read_expiry,
-    read_forward_backward,
     read_json,
     read_name,
     read_path,
-    read_sample,
     whole_of,
 )
 from rankfold.serving.commands import read_adapter as read_adapter_options
 from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, ServedModel, Task, failure, success
 from rankfold.serving.folder import ServerFolder, sampler_of
+from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import ClientLoss, TokenInputs, loss_sum
 from rankfold.serving.protobuf import encode
 from rankfold.serving.rows import documents_row, micro_batches
+from rankfold.serving.sample_request import Sample, read_sample
 from rankfold.serving.sampling import Sampler
 
 ALPHA = 32.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.errors import UserError
-from rankfold.serving.commands import head_of, read_forward_backward
+from rankfold.serving.loss_request import head_of, read_forward_backward
 from rankfold.serving.protobuf import WireError, decode, encode
 
 RECORDED = bytes.fromhex(

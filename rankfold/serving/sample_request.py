@@ -1,0 +1,120 @@
+"""Requests for samples, read from their bodies. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import UserError
+from rankfold.serving.commands import flag_of, number_of, shown, whole_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A request for completions of one prompt.
+
+    Args:
+        prompt: tokens.
+        count: completions.
+        max_tokens: of each; None for as many as the context takes.
+        seed: of its random numbers; None where the server chooses.
+        stop_ids, stop_texts: what ends a completion.
+        ends: whether the model's own end tokens do, too.
+        prompt_logprobs: whether the prompt is scored; `last` of its tokens, None for all.
+    """
+
+    prompt: tuple[int, ...]
+    count: int
+    max_tokens: int | None
+    seed: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float
+    stop_ids: tuple[int, ...]
+    stop_texts: tuple[str, ...]
+    ends: bool
+    prompt_logprobs: bool
+    last: int | None
+
+
+def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> Sample:
+    """Returns an asample request.
+
+    Args:
+        request: its body.
+        vocab_size: of the model.
+        limit: tokens of its context.
+
+    Raises:
+        UserError: what it asks for is not there, or does not fit the model.
+    """
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if request.get(name):
+            raise UserError(f"{name} is set, but it is not computed here: leave it out.")
+    if request.get("record_stability_info"):
+        raise UserError(
+            "record_stability_info is set for the loss stable_reinforce, which is not computed here: set loss_fn to "
+            "importance_sampling, ppo or cispo."
+        )
+    prompt = _prompt(request, vocab_size)
+    settings = request.get("sampling_params")
+    if not isinstance(settings, dict):
+        raise UserError("sampling_params is missing: send it, {} for the defaults.")
+    room = limit - len(prompt)
+    if room < 1:
+        raise UserError(f"the prompt has {len(prompt)} tokens, but the context is {limit}: shorten it.")
+    max_tokens = None if settings.get("max_tokens") is None else whole_of(settings, "max_tokens", 1, 2**31)
+    if max_tokens is not None and max_tokens > room:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, but the context is {limit}: set "
+            f"max_tokens to {room} or less."
+        )
+    top_k = settings.get("top_k", -1)
+    stop_ids, stop_texts, ends = _stops(settings.get("stop"))
+    scored = flag_of(request, "prompt_logprobs", False)
+    last = request.get("prompt_logprobs_last_n")
+    return Sample(
+        prompt=prompt,
+        count=whole_of({"num_samples": 1, **request}, "num_samples", 1, 1024),
+        max_tokens=max_tokens,
+        seed=None if settings.get("seed") is None else whole_of(settings, "seed", 0, 2**64 - 1),
+        temperature=number_of(settings, "temperature", 1.0, 0.0, 1e6),
+        top_k=None if top_k in (-1, None) else whole_of(settings, "top_k", 1, 2**31),
+        top_p=number_of(settings, "top_p", 1.0, 1e-9, 1.0),
+        stop_ids=stop_ids,
+        stop_texts=stop_texts,
+        ends=ends,
+        prompt_logprobs=scored,
+        last=None if last is None else whole_of(request, "prompt_logprobs_last_n", 1, max(1, len(prompt) - 1)),
+    )
+
+
+def _prompt(request: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    prompt = request.get("prompt")
+    chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
+    if not isinstance(chunks, list):
+        raise UserError("prompt has no chunks: send {chunks: [{type: encoded_text, tokens: [...]}]}.")
+    found: list[int] = []
+    for chunk in chunks:
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
+        tokens = chunk.get("tokens") if isinstance(chunk, dict) else None
+        if kind != "encoded_text" or not isinstance(tokens, list):
+            raise UserError(f"prompt has a chunk of {shown(kind)}, but only text is read here: send tokens.")
+        found += tokens
+    if not found or not all(type(one) is int and 0 <= one < vocab_size for one in found):
+        raise UserError(f"prompt is to have at least one token, and all of them from 0 to {vocab_size - 1}.")
+    return tuple(found)
+
+
+def _stops(stop: object) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
+    """Returns token ids and texts that end a completion, and whether the model's own end tokens do."""
+    if stop is None:
+        return (), (), True
+    given = [stop] if isinstance(stop, str) else stop
+    if isinstance(given, list) and len(given) <= 64:
+        if all(type(one) is int and one >= 0 for one in given):
+            return tuple(given), (), bool(given)
+        if all(isinstance(one, str) and 0 < len(one) <= 1000 for one in given):
+            return (), tuple(given), True
+    raise UserError("stop is to be a text, a list of at most 64 texts, or one of token ids.")

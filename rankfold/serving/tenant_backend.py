@@ -44,6 +44,7 @@ from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import ClientLoss, TokenInputs, loss_sum
 from rankfold.serving.protobuf import encode
+from rankfold.serving.ranks import Ranks
 from rankfold.serving.rows import documents_row, micro_batches
 from rankfold.serving.sample_request import Sample, read_sample
 from rankfold.serving.sampling import Sampler
@@ -66,9 +67,8 @@ class TenantBackend:
     """
 
     def __init__(self, options: ServedModel, folder: ServerFolder, launch: Launch, log: Log) -> None:
-        if launch.world_size > 1:
-            raise UserError("rankfold serve runs in one process, but torchrun started several: start it without.")
         self._options, self._folder = options, folder
+        self._ranks = Ranks(launch.rank, launch.world_size)
         self._tenants = Tenants(self._config(None), launch, log, tokens=options.tokens)
         self._decoder = self._tenants.base.source.model.decoder
         self.context = context_limit(self._decoder)
@@ -89,11 +89,11 @@ class TenantBackend:
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
         path = self._folder.model(model)
-        written = read_written(path)
+        written = self._ranks.decided(lambda: read_written(path))
         if written is None:
             return None
         self._add(model, written.adapter)
-        read_adapter(path, self._training(model), written, optimizer=True)
+        read_adapter(path, self._training(model), self._ranks, written, optimizer=True)
         answer = success(written.request, json.loads(written.answer), written.adapter)
         return Restored(seq=written.seq, outcome=answer)
 
@@ -151,6 +151,7 @@ class TenantBackend:
         write_adapter(
             self._folder.model(task.target),
             self._training(task.target),
+            self._ranks,
             self._models[task.target][1],
             request=task.request,
             seq=task.seq,
@@ -225,28 +226,35 @@ class TenantBackend:
             answer = {"path": str(saved)}
         answer["type"] = task.kind
         path = self._folder.saved(saved)
-        there = read_written(path)
-        if there is not None and there.request != task.request and request.get("overwrite") is not True:
-            raise UserError(f"{saved} is there already: save under another name, or set overwrite to true.")
-        training, adapter = self._training(task.target), self._models[task.target][1]
-        delete_expired(path.parent)
+
+        def make_way() -> None:
+            there = read_written(path)
+            if there is not None and there.request != task.request and request.get("overwrite") is not True:
+                raise UserError(f"{saved} is there already: save under another name, or set overwrite to true.")
+            delete_expired(path.parent)
+
+        def forget() -> None:
+            for old in self._folder.old_unnamed(task.target):
+                old.unlink(missing_ok=True)
+
+        self._ranks.decided(make_way)
         write_adapter(
             path,
-            training,
-            adapter,
+            self._training(task.target),
+            self._ranks,
+            self._models[task.target][1],
             request=task.request,
             seq=task.seq,
             answer=json.dumps(answer),
             expires=read_expiry(request),
         )
-        for old in self._folder.old_unnamed(task.target):
-            old.unlink(missing_ok=True)
+        self._ranks.decided(forget)
         return success(task.request, answer)
 
     def _load(self, task: Task) -> Outcome:
         request = read_json(task.body)
         saved, optimizer = read_path(request.get("path")), request.get("optimizer") is True
-        path, written = self._saved(saved)
+        path, written = self._ranks.decided(lambda: self._saved(saved))
         made = task.target not in self._models
         if made:
             self._add(task.target, written.adapter)
@@ -256,7 +264,7 @@ class TenantBackend:
                 f"{saved} has rank {written.adapter.rank}, and other linears or another rank than this model, which "
                 f"has {adapter.rank}: load it into a model that is created from it."
             )
-        read_adapter(path, self._training(task.target), written, optimizer=optimizer)
+        read_adapter(path, self._training(task.target), self._ranks, written, optimizer=optimizer)
         answer: dict[str, object] = {"path": str(saved), "model_id": task.target, "type": "load_weights"}
         self._write(task, answer)
         return success(task.request, answer, adapter if made else None)
@@ -275,7 +283,7 @@ class TenantBackend:
         number, _ = self._models.pop(task.target)
         del self._losses[task.target]
         self._tenants.remove(number)
-        self._folder.model(task.target).unlink(missing_ok=True)
+        self._ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
         return success(task.request, {"model_id": task.target, "type": "unload_model"})
 
     def _sample(self, tasks: Sequence[Task]) -> list[Outcome]:
@@ -307,14 +315,15 @@ class TenantBackend:
         """
         if not target:
             return self._tenants.base
-        path, written = self._saved(read_path(target))
+        saved = read_path(target)
+        path, written = self._ranks.decided(lambda: self._saved(saved))
         kind = replace(written.adapter, seed=0)
         number, has = self._readers.get(kind, (None, None))
         if number is None:
             number = self._tenants.add(self._config(kind), ClientLoss())
         if has != path:
             self._readers[kind] = number, None
-            read_adapter(path, self._tenants[number], written, optimizer=False)
+            read_adapter(path, self._tenants[number], self._ranks, written, optimizer=False)
             self._readers[kind] = number, path
         return self._tenants[number]
 

@@ -42,11 +42,6 @@ class Tenants:
         self._config, self._launch, self._log, self._tokens = config, launch, log, tokens
         self._shared = SharedBase()
         source, plan = refuse_early(config, launch)
-        if source.model.decoder.num_experts:
-            raise UserError(
-                "the model has experts that a router chooses, and runs that share a base cannot have these: train one "
-                "run after the other."
-            )
         without = replace(plan, modules=TrainingPlan(seed=plan.modules.seed), trained={})
         self._base = build_training(config, launch, source, without, log, base=self._shared)
         self._trainings: dict[int, Training] = {}
@@ -169,6 +164,8 @@ def _joins(training: Training, plan: ModelPlan) -> bool:
     entries = [entry for entry in training.stages.entries() if entry.sink is not None]
     objective = training.objective
     plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies)
+    if training.source.model.decoder.num_experts:
+        return False  # rows of experts are one tenant's
     return plain and objective.temperature == 1.0 and all(id(entry.parameter) in covered for entry in entries)
 
 

@@ -119,7 +119,8 @@ class TenantBackend:
         if adapter is not None:
             blocks = [name for name, wanted in ((_ATTENTION, adapter.train_attn), (_MLP, adapter.train_mlp)) if wanted]
             targets = tuple(blocks + ["lm_head"] * adapter.train_unembed)
-            lora = LoraOptions(rank=adapter.rank, alpha=ALPHA, targets=targets, fused="none")
+            routers = ("router",) if self._decoder.num_experts else ()  # train_mlp leaves them as they are
+            lora = LoraOptions(rank=adapter.rank, alpha=ALPHA, targets=targets, exclude=routers, fused="none")
         return RunConfig(
             model=ModelOptions(
                 path=str(options.path),

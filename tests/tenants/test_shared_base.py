@@ -17,7 +17,7 @@ from engine.runtime.launch import Launch, start
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.start import refuse_early
-from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, write_small_run
+from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
 from tests.support.small_training import packed_batch
 
 SMALLER = {
@@ -28,10 +28,18 @@ HYBRID = {
     "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
+MIXTURE = {**SMALL_MIXTURE, **SMALLER, "moe_intermediate_size": 32}
 ADAPTERS = (
     {"rank": 4, "alpha": 8},
     {"rank": 8, "alpha": 4, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
     {"rank": 3, "alpha": 3, "dropout": 0.05, "dora": True},
+)
+
+
+ROUTED = (
+    {"rank": 4, "alpha": 8},
+    {"rank": 8, "alpha": 4, "dropout": 0.1, "experts": "shared_outer"},
+    {"rank": 1, "alpha": 3, "dropout": 0.05, "experts": "shared", "targets": ["all-linear", "router"]},
 )
 
 
@@ -71,14 +79,23 @@ def trained(training: Training) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "model"),
-    [(SMALL_LLAMA, {}), (SMALL_LLAMA, {"base_dtype": "nf4"}), ({**SMALL_HYBRID, **HYBRID}, {})],
-    ids=["text", "nf4", "hybrid"],
+    ("sizes", "adapters", "model"),
+    [
+        (SMALL_LLAMA, ADAPTERS, {}),
+        (SMALL_LLAMA, ADAPTERS[:2], {"base_dtype": "nf4"}),  # DoRA needs the lengths of rows, which encoded ones lack
+        ({**SMALL_HYBRID, **HYBRID}, ADAPTERS, {}),
+        (MIXTURE, ROUTED, {}),
+        (MIXTURE, ROUTED, {"base_dtype": "nf4"}),
+    ],
+    ids=["text", "nf4", "hybrid", "mixture", "mixture nf4"],
 )
-def test_each_trains_as_alone(tmp_path: Path, sizes: dict[str, Any], model: dict[str, Any]) -> None:
+def test_each_trains_as_alone(
+    tmp_path: Path, sizes: dict[str, Any], adapters: Sequence[dict[str, Any]], model: dict[str, Any]
+) -> None:
     write_small_run(tmp_path, {**sizes, **SMALLER})
-    # DoRA needs the lengths of rows, which nobody has of encoded ones
-    runs = configs(tmp_path, ADAPTERS[: 2 if model else 3], **model)
+    runs = configs(tmp_path, adapters, **model)
+    # a run alone has B beside W, and so other roundings, which Adam magnifies where an expert's gradient is tiny
+    limit = 5e-5 if sizes is MIXTURE else 2e-6
     base = SharedBase()
     together = [build(config, base) for config in runs]
     frozen = [
@@ -96,4 +113,4 @@ def test_each_trains_as_alone(tmp_path: Path, sizes: dict[str, Any], model: dict
         found, expected = trained(together[seed]), trained(alone)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=name)
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=limit, msg=name)

@@ -16,7 +16,7 @@ from engine.errors import UserError
 from engine.telemetry.log import Log
 from engine.tenants import joined_batch, joint_pass
 from engine.tenants.tenants import Tenants
-from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
+from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, write_small_run
 from tests.support.small_training import packed_batch
 from tests.tenants.test_shared_base import HYBRID, SMALLER, configs, launched, trained
 
@@ -94,10 +94,7 @@ def test_neighbours_of_a_hybrid(tmp_path: Path) -> None:
 
 def test_what_runs_cannot_share_is_refused(tmp_path: Path) -> None:
     write_small_run(tmp_path / "text", {**SMALL_LLAMA, **SMALLER})
-    write_small_run(tmp_path / "mixture", {**SMALL_MIXTURE, **SMALLER, "moe_intermediate_size": 32})
     (first,) = configs(tmp_path / "text", ADAPTERS[:1])
-    with pytest.raises(UserError, match="experts that a router chooses"):
-        Tenants(configs(tmp_path / "mixture", ADAPTERS[:1])[0], launched(), Log(1), tokens=64)
     tenants = Tenants(first, launched(), Log(1), tokens=64)
     with pytest.raises(UserError, match="the section model differs"):
         tenants.add(configs(tmp_path / "text", ADAPTERS[:1], base_dtype="nf4")[0])

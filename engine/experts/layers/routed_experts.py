@@ -34,9 +34,10 @@ from engine.experts.layers.expert_adapters import ExpertAdapter, expert_adapters
 from engine.experts.layers.router import Router
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import plan_exchange
+from engine.experts.ops.grouped_adapters import Blocks, GroupedLowRank
 from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock, grouped_on_device
 from engine.experts.ops.load_balance import LoadBalance
-from engine.experts.ops.routed_experts import Blocks, GroupedLowRank, GroupedOperands, RoutedPass
+from engine.experts.ops.routed_experts import GroupedOperands, RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
 from engine.kernels.records import AdapterPlace
 from engine.layers.branch import Around, Branch, LinearShape
@@ -190,7 +191,8 @@ class GroupedLinear(ShardedModule):
         padded = -(-rank // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
         self.encoded = self._encode()
         self._sharing = sharing(build.plan.experts, reads_stream=spec.dim == 0)
-        beside = 0 if self._sharing.b else padded
+        apart = self._sharing.b or not build.layout.fold
+        beside = 0 if apart else padded
         holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
         self.storage = holder.empty((len(experts), rows * len(leaves), self._in + beside))
         self.check_products(build.device.type)
@@ -210,10 +212,10 @@ class GroupedLinear(ShardedModule):
             bias_blocks = tuple(self._own_parts("bias", expert, own.split(rows), bias_spec) for expert, own in biases)
         self.trained: list[ShardEntry] = [entry for entry in self.entries if entry.sink is not None]
         low_rank, b_EOR = None, self.storage[..., self._in :]
-        if self.encoded is not None:
-            b_EOR = build.factor(tuple(b_EOR.shape))
+        if self.encoded is not None or (apart and not self._sharing.b):
+            b_EOR = build.factor((*self.storage.shape[:2], beside if self._sharing.b else padded))
         if adapters:
-            low_rank = self._build_adapters(adapters, b_EOR, padded, site, first_feature)
+            low_rank = self._build_adapters(adapters, b_EOR, padded, site, first_feature, apart=apart)
         trains = any(build.plan.trains(f"{prefix}.{expert}.{leaf}") for expert in range(num_experts) for leaf in leaves)
         self._stands_in = not self.trained and (bool(adapters) or trains)
         self.operands = GroupedOperands(
@@ -323,9 +325,9 @@ class GroupedLinear(ShardedModule):
         return replace(replicated_spec(shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",)), data=self._spec.data)
 
     def _build_adapters(
-        self, adapters: list[ExpertAdapter], b_EOR: Tensor, padded: int, site: int, first_feature: int
+        self, adapters: list[ExpertAdapter], b_EOR: Tensor, padded: int, site: int, first_feature: int, *, apart: bool
     ) -> GroupedLowRank:
-        """Makes A as rows of one stacked tensor; B as columns of another, of the storage where there is one, or one
+        """Makes A as rows of one stacked tensor; B as columns of another, of the storage where it is not apart, or one
         matrix where experts share it."""
         shares, build, count = self._sharing, self._build, len(self._experts)
         stacked = build.factor((padded, self._in) if shares.a else (count, padded, self._in))
@@ -376,6 +378,7 @@ class GroupedLinear(ShardedModule):
         return GroupedLowRank(
             a_ERI=stacked,
             b_OR=b_shared,
+            b_EOR=b_EOR if apart and not shares.b else None,
             places=tuple(places),
             scales_ER=scales.to(build.device) if differ else None,
             a_blocks=tuple(map(tuple, a_blocks)),

@@ -1,9 +1,8 @@
 """The experts of a mixture: y_t = sum over i of w_ti down_e(glu(gate_e(x_t), up_e(x_t))), e = e_ti.
 
 Both linears of all experts here are one grouped product each way, with their adapters beside the weights: an expert's
-storage is [W | B] and its rows are [x | H], H = s drop(x) A^T (see ops.products, "folded"). Where experts share a
-factor, its products and its gradient are one over all rows; such a B is beside the storage, since a copy in each
-expert's would have to be kept equal.
+storage is [W | B] and its rows are [x | H], H = s drop(x) A^T (see ops.products, "folded"), or W alone, where B is of
+all experts or the base of several models (see ops.grouped_adapters).
 
 Where experts' inner features are split over tensor ranks, y is this rank's part of a sum, and so are the gradients of
 x and of the weights w, of gate's and up's A and of down's B. Where experts are divided over ranks, rows travel to them
@@ -23,7 +22,6 @@ arrived between the exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,10 +31,9 @@ from torch import Tensor
 from engine.experts.kernels import GroupedKernels
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import Arrival, Exchange
+from engine.experts.ops.grouped_adapters import Blocks, ExpertRows, GroupedLowRank
 from engine.experts.ops.grouped_products import (
-    GradientBlock,
     RowGroups,
-    add_common_gradients,
     add_grouped_gradients,
     add_grouped_rows,
     add_grouped_sums,
@@ -45,95 +42,14 @@ from engine.experts.ops.grouped_products import (
 )
 from engine.experts.ops.routing import Slots
 from engine.kernels.philox import dropout_scale
-from engine.kernels.records import AdapterPlace, DropoutKey, GroupedUpdate, InputUpdate
+from engine.kernels.records import GroupedUpdate
 from engine.ops.activations import SwiGLUInput
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput
-from engine.ops.kernels import Kernels, scale_projection
+from engine.ops.kernels import Kernels
 
-Blocks = tuple[tuple[GradientBlock, ...], ...]
-"""What is trained of each expert."""
 SWIGLU = SwiGLUInput()
 """What most families make of gate and up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupedLowRank:
-    """The adapters of one linear of all experts.
-
-    Args:
-        a_ERI: stacked A of each expert, padded to as many rows as there are columns for B; [R, I] where experts share
-            it.
-        b_OR: B where experts share it; None where each has its own, in the storage.
-        places: of the sections' adapters, the same in every expert; what an expert lacks of one is zero there.
-        scales_ER: fp32, the scale of each column of H, where experts or sections differ in it; None where that of
-            `places` counts.
-        a_blocks, b_blocks: destinations of the gradients of A and of B; of each expert, or of all together.
-        dropout: of the input, or None.
-    """
-
-    a_ERI: Tensor
-    b_OR: Tensor | None
-    places: tuple[AdapterPlace, ...]
-    scales_ER: Tensor | None
-    a_blocks: Blocks
-    b_blocks: Blocks
-    dropout: DropoutSite | None
-
-    @property
-    def shares_a(self) -> bool:
-        return self.a_ERI.dim() == 2
-
-    def every_a(self, num_experts: int) -> Tensor:
-        """Returns each expert's A, [E, R, I], without a copy."""
-        return self.a_ERI.expand(num_experts, -1, -1) if self.shares_a else self.a_ERI
-
-    @property
-    def scale(self) -> float:
-        """The scale of all columns of H where `scales_ER` is None."""
-        return self.places[0].scale
-
-    def scaled(self, h_NR: Tensor, rows: _Rows) -> Tensor:
-        """Multiplies H, or its gradient, by the scales, in place."""
-        if self.scales_ER is None:
-            return scale_projection(h_NR, self.places)
-        return h_NR.mul_(self.scales_ER.index_select(0, rows.groups.experts_N(h_NR.shape[0])))
-
-    def times_a(self, x_NI: Tensor, rows: _Rows, kernels: Kernels) -> Tensor:
-        """Returns x A^T, [N, R]."""
-        groups = rows.groups
-        if groups.on_host is None:
-            if self.shares_a:
-                return torch.mm(x_NI, self.a_ERI.t())
-            return grouped_product(x_NI, self.a_ERI.transpose(1, 2), groups, torch.mm)
-        h = x_NI.new_empty(x_NI.shape[0], self.a_ERI.shape[-2])
-        unscaled = [replace(place, scale=1.0) for place in self.places]
-        for own, a_RI in self._factors(groups):
-            kernels.project(x_NI[own], a_RI, None, 1.0, unscaled, h[own])
-        return h
-
-    def back_through_a(self, dh_NR: Tensor, rows: _Rows) -> Tensor:
-        """Returns dH A, [N, I]."""
-        if self.shares_a:
-            return torch.mm(dh_NR, self.a_ERI)
-        return grouped_product(dh_NR, self.a_ERI, rows.groups, torch.mm)
-
-    def add_back_through_a(self, dx_NI: Tensor, dh_NR: Tensor, groups: RowGroups, kernels: Kernels) -> None:
-        """Adds dH A to dx, in place, in loops by the backend's kernel."""
-        for own, a_RI in self._factors(groups):
-            part = dx_NI[own]
-            added = kernels.apply_update(part, InputUpdate(dh_TR=dh_NR[own], a_RI=a_RI))
-            if added.data_ptr() != part.data_ptr():
-                part.copy_(added)
-
-    def _factors(self, groups: RowGroups) -> Iterator[tuple[slice, Tensor]]:
-        """Yields rows that have one A, with it."""
-        if self.shares_a and any(groups.slices()):
-            yield slice(None), self.a_ERI
-        elif not self.shares_a:
-            for expert, own in groups.slices():
-                yield own, self.a_ERI[expert]
 
 
 class FusedGradient(NamedTuple):
@@ -200,25 +116,11 @@ class GroupedOperands:
         """Whether adapters have dropout."""
         return self.low_rank is not None and self.low_rank.dropout is not None
 
-    def dropped(self, x_NI: Tensor, rows: _Rows) -> Tensor:
-        """Returns drop(x), or x itself where nothing is dropped."""
-        key = self._mask(rows)
-        return x_NI if key is None else self.kernels.drop(x_NI, key)
-
-    def _mask(self, rows: _Rows) -> DropoutKey | None:
-        """Returns the coordinates of the mask of these rows; None where nothing is dropped."""
-        assert self.low_rank is not None
-        site = self.low_rank.dropout
-        if site is None or not rows.context.training:
-            return None
-        assert rows.coordinates_N is not None
-        return site.key(rows.coordinates_N, self.in_features, rows.context.step)
-
     def fuses(self, groups: RowGroups) -> bool:
         """Returns whether compiled kernels compute the products, which read rows where they lie."""
         return self.grouped is not None and groups.on_host is None
 
-    def project(self, x_NI: Tensor, rows: _Rows, index_N: Tensor | None = None) -> Tensor | None:
+    def project(self, x_NI: Tensor, rows: ExpertRows, index_N: Tensor | None = None) -> Tensor | None:
         """Returns H [N, R], which is kept; None without adapters.
 
         Args:
@@ -228,9 +130,9 @@ class GroupedOperands:
             return None
         if self.grouped is not None and self.fuses(rows.groups):
             return self._fused_project(self.grouped, self.low_rank, x_NI, rows, index_N)
-        return self.low_rank.scaled(self.low_rank.times_a(self.dropped(x_NI, rows), rows, self.kernels), rows)
+        return self.low_rank.project(x_NI, rows, self.kernels)
 
-    def forward(self, x_NI: Tensor, h: Tensor | None, rows: _Rows, index_N: Tensor | None = None) -> Tensor:
+    def forward(self, x_NI: Tensor, h: Tensor | None, rows: ExpertRows, index_N: Tensor | None = None) -> Tensor:
         """Returns y [N, O], of x and H; see `project`."""
         groups, low_rank = rows.groups, self.low_rank
         if self.grouped is not None and self.fuses(groups):
@@ -242,29 +144,29 @@ class GroupedOperands:
             if self.bias_EO is not None and self.adds_bias:
                 add_grouped_rows(y, self.bias_EO, groups)
             return y
-        if low_rank is not None and h is not None and low_rank.b_OR is None:
+        if low_rank is not None and h is not None and low_rank.lies_beside:
             x_NI = torch.cat([x_NI, h], dim=1)
         y = self._product(x_NI, groups, transposed=True)
-        if low_rank is not None and h is not None and low_rank.b_OR is not None:
-            y.addmm_(h, low_rank.b_OR.t())
+        if low_rank is not None and h is not None and not low_rank.lies_beside:
+            low_rank.expand(y, h, groups)
         if self.bias_EO is not None and self.adds_bias:
             add_grouped_rows(y, self.bias_EO, groups)
         return y
 
-    def bias_dots(self, dy_NO: Tensor, rows: _Rows) -> Tensor | None:
+    def bias_dots(self, dy_NO: Tensor, rows: ExpertRows) -> Tensor | None:
         """Returns fp32 [N], the products of rows of dy with their experts' biases; None where none is added."""
         if self.bias_EO is None or not self.adds_bias:
             return None
         own_NO = self.bias_EO.index_select(0, rows.groups.experts_N(dy_NO.shape[0]))
         return (dy_NO.to(torch.float32) * own_NO).sum(dim=1)
 
-    def gradient(self, dy_NO: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, dy_NO: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor | None]:
         """Returns dx = dy W, without what the adapters add to it, and dH / s = dy B."""
         both = self._product(dy_NO, rows.groups, transposed=False)
         if self.low_rank is None:
             return both, None
-        if self.low_rank.b_OR is not None:
-            return both, torch.mm(dy_NO, self.low_rank.b_OR)
+        if not self.low_rank.lies_beside:
+            return both, self.low_rank.back_through_b(dy_NO, rows.groups)
         return both[:, : self.in_features], both[:, self.in_features :]
 
     def _factors(self) -> tuple[Tensor, Tensor | None]:
@@ -277,15 +179,17 @@ class GroupedOperands:
             return w_EOI, None
         if self.low_rank.b_OR is not None:
             b_EOR = self.low_rank.b_OR.expand(w_EOI.shape[0], -1, -1)
+        elif self.low_rank.b_EOR is not None:
+            b_EOR = self.low_rank.b_EOR
         return w_EOI, b_EOR
 
-    def _fused_mask(self, rows: _Rows) -> tuple[Tensor | None, float]:
+    def _fused_mask(self, rows: ExpertRows) -> tuple[Tensor | None, float]:
         """Returns the mask of these rows' inputs in the backend's form, and what is kept is multiplied by."""
-        key = self._mask(rows)
+        key = None if self.low_rank is None else self.low_rank.key(rows)
         return (None, 1.0) if key is None else (self.kernels.draw_mask(key), dropout_scale(key.probability))
 
     def _fused_project(
-        self, grouped: GroupedKernels, low_rank: GroupedLowRank, x_NI: Tensor, rows: _Rows, index_N: Tensor | None
+        self, grouped: GroupedKernels, low_rank: GroupedLowRank, x_NI: Tensor, rows: ExpertRows, index_N: Tensor | None
     ) -> Tensor:
         mask, keep_scale = self._fused_mask(rows)
         own = 1.0 if low_rank.scales_ER is not None else low_rank.scale
@@ -300,7 +204,7 @@ class GroupedOperands:
         )
 
     def fused_gradient(
-        self, dy_NO: Tensor, rows: _Rows, index_N: Tensor | None, *, wants_dx: bool
+        self, dy_NO: Tensor, rows: ExpertRows, index_N: Tensor | None, *, wants_dx: bool
     ) -> tuple[Tensor | None, FusedGradient | None]:
         """Returns dx = dy W + drop'(dH A), where it is wanted, and dH = s dy B with the mask of the input."""
         grouped, low_rank, ends = self.grouped, self.low_rank, rows.groups.ends
@@ -318,7 +222,7 @@ class GroupedOperands:
         return dx, through
 
     def add_adapter_gradients(
-        self, dy: _Picked, x: _Picked, h_NR: Tensor | None, through: FusedGradient | None, rows: _Rows
+        self, dy: _Picked, x: _Picked, h_NR: Tensor | None, through: FusedGradient | None, rows: ExpertRows
     ) -> None:
         """Adds dA and dB to their sinks.
 
@@ -353,63 +257,24 @@ class GroupedOperands:
             weights_EOI = encoded.every(width)
         return grouped_product(x_NK, weights_EOI.mT if transposed else weights_EOI, groups, self.kernels.product)
 
-    def add_weight_gradients(self, dy_NO: Tensor, x_NI: Tensor, h_NR: Tensor | None, rows: _Rows) -> None:
+    def add_weight_gradients(self, dy_NO: Tensor, x_NI: Tensor, h_NR: Tensor | None, rows: ExpertRows) -> None:
         """Adds dW and dB to their sinks, and weights x and H before where the caller has not."""
-        groups, low_rank = rows.groups, self.low_rank
-        add_grouped_gradients(dy_NO, x_NI, groups, self.weight_blocks)
-        if low_rank is None or h_NR is None:
-            return
-        if low_rank.b_OR is None:
-            add_grouped_gradients(dy_NO, h_NR, groups, low_rank.b_blocks)
-        else:
-            add_common_gradients(dy_NO, h_NR, low_rank.b_blocks)
+        add_grouped_gradients(dy_NO, x_NI, rows.groups, self.weight_blocks)
+        if self.low_rank is not None and h_NR is not None:
+            self.low_rank.add_b_gradients(dy_NO, h_NR, rows.groups)
 
-    def add_bias_gradients(self, dy_NO: Tensor, rows: _Rows) -> None:
+    def add_bias_gradients(self, dy_NO: Tensor, rows: ExpertRows) -> None:
         """Adds the biases' gradients to their sinks."""
         add_grouped_sums(dy_NO, rows.groups, self.bias_blocks, counts=self.adds_bias)
 
-    def through_adapters(self, dx_NI: Tensor | None, dh_NR: Tensor | None, x_NI: Tensor, rows: _Rows) -> None:
+    def through_adapters(self, dx_NI: Tensor | None, dh_NR: Tensor | None, x_NI: Tensor, rows: ExpertRows) -> None:
         """Adds dA to its sinks, and drop'(dH A) to dx, in place where that is wanted.
 
         Args:
             dh_NR: dH / s; overwritten.
         """
-        low_rank, groups = self.low_rank, rows.groups
-        if low_rank is None or dh_NR is None:
-            return
-        dh = low_rank.scaled(dh_NR.contiguous(), rows)
-        dropped = self.dropped(x_NI, rows)
-        if low_rank.shares_a:
-            add_common_gradients(dh, dropped, low_rank.a_blocks)
-        else:
-            add_grouped_gradients(dh, dropped, groups, low_rank.a_blocks)
-        key = self._mask(rows)
-        if dx_NI is not None and groups.on_host is not None and key is None:
-            low_rank.add_back_through_a(dx_NI, dh, groups, self.kernels)
-        elif dx_NI is not None:
-            update = low_rank.back_through_a(dh, rows)
-            dx_NI.add_(update) if key is None else self.kernels.drop(update, key, dx_NI)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """The rows of one micro-batch.
-
-    Args:
-        exchange: between the tokens' ranks and those of the experts.
-        coordinates_N: int64, the dropout coordinate of each row at its expert, different for each token and expert;
-            None without dropout.
-        context: of the tokens.
-    """
-
-    exchange: Exchange
-    coordinates_N: Tensor | None
-    context: TokenContext
-
-    @property
-    def groups(self) -> RowGroups:
-        """The rows of each expert here."""
-        return self.exchange.groups
+        if self.low_rank is not None and dh_NR is not None:
+            self.low_rank.through_a(dx_NI, dh_NR, x_NI, rows, self.kernels)
 
 
 class RoutedPass:
@@ -482,7 +347,7 @@ class RoutedPass:
     def compute(self, link: Tensor) -> Tensor:
         """Waits for the rows, computes the experts, and starts the outputs on their way back."""
         coordinates = None if self.coordinates is None else self.coordinates.take()
-        rows = _Rows(exchange=self.exchange, coordinates_N=coordinates, context=self._context)
+        rows = ExpertRows(groups=self.exchange.groups, coordinates_N=coordinates, context=self._context)
         return _Compute.apply(link, self, rows, *self._leaves)
 
     def combine(self, link: Tensor) -> Tensor:
@@ -517,7 +382,7 @@ class _Compute(torch.autograd.Function):
     """The leaves (trainable tensors) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
-    def forward(ctx: Any, link: Tensor, routed: RoutedPass, rows: _Rows, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, link: Tensor, routed: RoutedPass, rows: ExpertRows, *leaves: Tensor) -> Tensor:
         gate_up, down, exchange = routed.gate_up, routed.down, routed.exchange
         kept_x, index = _taken(routed.x), routed.index
         x = kept_x if index is not None or not exchange.stays else routed.slots.gather(kept_x)
@@ -572,7 +437,7 @@ class _Compute(torch.autograd.Function):
 
 def _fused_backward(
     routed: RoutedPass,
-    rows: _Rows,
+    rows: ExpertRows,
     kept_x: Tensor,
     both: Tensor,
     h: Tensor | None,

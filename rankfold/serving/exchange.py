@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from engine.choices import BaseDType
 from engine.config.model import DType, Kernels
+from engine.config.parallel import ParallelOptions
 from rankfold.serving.commands import Adapter
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -26,6 +27,8 @@ class ServedModel:
         kernels: backend of the ops.
         tokens: of a micro-batch, at most, unless one document alone has more.
         slots: completions at a time.
+        parallel: how the model is divided.
+        ranks: processes that compute.
     """
 
     path: Path
@@ -34,6 +37,8 @@ class ServedModel:
     kernels: Kernels = "auto"
     tokens: int = 4096
     slots: int = 16
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, BatchPart
+from engine.distributed.mesh import Axis
 from engine.objectives.language_modeling import LanguageModeling
+from rankfold.serving.whole_rows import whole_row
 
 _LOW, _HIGH, _BETA = 0.8, 1.2, 0.05
 
@@ -103,15 +105,20 @@ def _means(difference_T: Tensor, inputs: TokenInputs) -> Tensor:
 class ClientLoss(LanguageModeling):
     """The objective of a model that clients train: each micro-batch brings its loss.
 
-    `logps` keeps the log-probabilities of the micro-batches that went through it, by their place in the request.
+    Args:
+        context: the ranks that share a row.
+        logps: the log-probabilities of the micro-batches that went through it, by their place in the request.
     """
 
+    context: Axis = field(default_factory=lambda: Axis("cp"))
     logps: dict[int, Tensor] = field(default_factory=dict)
 
     def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """Returns the 0-dim fp32 loss that the micro-batch brings."""
+        """Returns the 0-dim fp32 loss that the micro-batch brings; of ranks that share a row, the first alone has a
+        value other than 0."""
         inputs = batch.part(TokenInputs)
         assert inputs is not None
-        logps = -token_losses_T
+        logps = -whole_row(token_losses_T, sum(inputs.lengths), self.context)
         self.logps[inputs.place] = logps.detach()
-        return loss_sum(logps, inputs)
+        loss = loss_sum(logps, inputs)
+        return loss if self.context.rank == 0 else loss - loss.detach()

@@ -5,13 +5,15 @@ Legend: B rows, 1 here; S columns, T = S tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch
+from engine.batch import IGNORE_LABEL, Batch, Padding
 from rankfold.serving.loss_request import Datum, ForwardBackward
 from rankfold.serving.losses import TokenInputs
 
@@ -21,14 +23,56 @@ _PARTS = {
 }  # fmt: skip
 
 
-def micro_batches(request: ForwardBackward, tokens: int) -> list[Batch]:
-    """Returns the micro-batches of a request, on the host.
+FILLER = -1
+"""Place of a micro-batch that has no documents."""
+
+
+def micro_batches(request: ForwardBackward, tokens: int, *, copies: int = 1, multiple: int = 1) -> list[list[Batch]]:
+    """Returns the micro-batches of a request, on the host: as many for each copy of the model.
 
     Args:
-        request: of a client.
+        request: of a client. Neighbouring documents go to the same copy, about as many tokens to each.
         tokens: of a micro-batch, at most, unless one document alone has more.
+        copies: ranks that train on different documents.
+        multiple: of the length of a row, which is padded to it.
     """
-    return [_batch(request, place, group) for place, group in enumerate(_groups(request.data, tokens))]
+    shares = _shares([len(datum.tokens) for datum in request.data], copies)
+    groups = [list(_groups(request.data[share.start : share.stop], tokens)) for share in shares]
+    firsts = [0, *accumulate(map(len, groups))]
+    return filled(
+        [
+            [_batch(request, first + number, group, multiple) for number, group in enumerate(own)]
+            for first, own in zip(firsts, groups, strict=False)
+        ],
+        multiple,
+    )
+
+
+def filled(batches: Sequence[Sequence[Batch]], multiple: int) -> list[list[Batch]]:
+    """Returns as many micro-batches for each copy of the model: those that are missing have no documents.
+
+    Args:
+        batches: of each copy.
+        multiple: of the length of a row.
+    """
+    most = max(map(len, batches))
+    return [[*own, *(_filler(multiple) for _ in range(most - len(own)))] for own in batches]
+
+
+def _shares(lengths: Sequence[int], copies: int) -> list[range]:
+    """Returns the numbers of the documents of each copy."""
+    total, before = sum(lengths), 0
+    owners = []
+    for length in lengths:
+        owners.append((2 * before + length) * copies // (2 * total))  # where its middle is
+        before += length
+    return [range(bisect_left(owners, copy), bisect_right(owners, copy)) for copy in range(copies)]
+
+
+def _filler(multiple: int) -> Batch:
+    nothing = np.zeros(0, np.int64)
+    found = documents_row([nothing], [nothing], multiple)
+    return found.with_parts(TokenInputs(loss="cross_entropy", numbers={}, place=FILLER, lengths=()))
 
 
 def _groups(data: Sequence[Datum], tokens: int) -> Iterator[list[Datum]]:
@@ -38,12 +82,13 @@ def _groups(data: Sequence[Datum], tokens: int) -> Iterator[list[Datum]]:
             yield group
             group = []
         group.append(datum)
-    yield group
+    if group:
+        yield group
 
 
-def _batch(request: ForwardBackward, place: int, group: Sequence[Datum]) -> Batch:
+def _batch(request: ForwardBackward, place: int, group: Sequence[Datum], multiple: int) -> Batch:
     lengths = tuple(len(datum.tokens) for datum in group)
-    found = documents_row([datum.tokens for datum in group], [datum.targets for datum in group])
+    found = documents_row([datum.tokens for datum in group], [datum.targets for datum in group], multiple)
     inputs = {
         _PARTS[name]: torch.from_numpy(np.concatenate([datum.inputs[name] for datum in group]))
         for name in group[0].inputs
@@ -53,20 +98,27 @@ def _batch(request: ForwardBackward, place: int, group: Sequence[Datum]) -> Batc
     )
 
 
-def documents_row(tokens: Sequence[NDArray[np.int64]], targets: Sequence[NDArray[np.int64]]) -> Batch:
+def documents_row(
+    tokens: Sequence[NDArray[np.int64]], targets: Sequence[NDArray[np.int64]], multiple: int = 1
+) -> Batch:
     """Returns a micro-batch of one row.
 
     Args:
         tokens, targets: int64 ids of each document, and what each of its positions is to predict.
+        multiple: of the row's length. Padding is a document that predicts nothing.
     """
-    lengths = [len(one) for one in tokens]
+    found = [len(one) for one in tokens]
+    more = -sum(found) % multiple or (0 if any(found) else multiple)
+    lengths = [one for one in (*found, more) if one]
     total = sum(lengths)
+    labels = torch.from_numpy(np.concatenate([*targets, np.full(more, IGNORE_LABEL)]))[None]
+    padding_BS = torch.arange(total)[None] >= total - more
     return Batch(
-        tokens_BS=torch.from_numpy(np.concatenate(tokens))[None],
-        labels_BS=torch.from_numpy(np.concatenate(targets))[None],
+        tokens_BS=torch.from_numpy(np.concatenate([*tokens, np.zeros(more, np.int64)]))[None],
+        labels_BS=labels,
         positions_BS=torch.cat([torch.arange(one) for one in lengths])[None],
         token_index_BS=torch.arange(total)[None],
-        loss_weights_BS=torch.ones(1, total),
+        loss_weights_BS=(labels != IGNORE_LABEL).float(),
         document_offsets=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         document_lengths=tuple(lengths),
-    )
+    ).with_parts(Padding(padding_BS=padding_BS) if more else None)

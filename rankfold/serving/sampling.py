@@ -20,6 +20,7 @@ from engine.inference.generate import Answer, Generator, Request
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.training.build import Training
+from rankfold.serving.ranks import Ranks
 from rankfold.serving.sample_request import Sample
 
 _SEED_BITS = 31
@@ -33,12 +34,13 @@ class Sampler:
 
     Args:
         folder: of the base, with its tokenizer.
+        ranks: of the server. Those that have copies of the model sample different completions.
         slots: completions at a time; passes are always as large.
         context: tokens of the longest row.
     """
 
-    def __init__(self, folder: Path, *, slots: int, context: int) -> None:
-        self._folder, self._slots, self._context = folder, slots, context
+    def __init__(self, folder: Path, ranks: Ranks, *, slots: int, context: int) -> None:
+        self._folder, self._ranks, self._slots, self._context = folder, ranks, slots, context
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -54,7 +56,7 @@ class Sampler:
         return end_tokens(self._folder, self.tokenizer.eos_id)
 
     def run(self, training: Training, requests: Mapping[str, Sample]) -> dict[str, list[dict[str, Any]]]:
-        """Returns the fields of each request's SampledSequence messages.
+        """Returns the fields of each request's SampledSequence messages, on rank 0; nothing elsewhere. Collective.
 
         Args:
             training: the model.
@@ -77,6 +79,8 @@ class Sampler:
         answers: dict[_Completion, Answer] = {}
         for one in rounds:
             answers |= self._run(training, one, requests)
+        if not self._ranks.is_first:
+            return {}
         return {
             name: [_sequence(answers[name, number]) for number in range(request.count)]
             for name, request in requests.items()
@@ -85,7 +89,7 @@ class Sampler:
     def _run(
         self, training: Training, rows: Mapping[int, _Completion], requests: Mapping[str, Sample]
     ) -> dict[_Completion, Answer]:
-        """Returns the answers of completions whose settings are the same."""
+        """Returns the answers of completions whose settings are the same, on rank 0."""
         asked = [Request(row=row, ids=requests[name].prompt) for row, (name, _) in rows.items()]
         request = requests[next(iter(rows.values()))[0]]
         longest = max(len(one.ids) for one in asked)
@@ -96,6 +100,9 @@ class Sampler:
         )
         greedy = request.temperature == 0
         mesh, partition = training.mesh, training.plan.partition
+        copies = mesh.dp_cp
+        # neighbours, as those of one prompt share its pass and its cache
+        mine = asked[copies.rank * len(asked) // copies.size : (copies.rank + 1) * len(asked) // copies.size]
         training.optimizer.flat.finish_publish()
         stage = InferenceStage(
             Parts(dict(zip(partition.parts(mesh.pp.rank), training.parts, strict=True)), partition.stage_rank),
@@ -114,8 +121,12 @@ class Sampler:
             with_logps=True,
             tokens_multiple=self._slots,
         )
-        generator = Generator(stage, limits, self.tokenizer if request.stop_texts else None)
-        return {rows[answer.request.row]: answer for answer in generator.run(asked)}
+        # ranks that send each other tokens for experts do so in each pass
+        together = copies if mesh.ep.size > 1 else None
+        texts = self.tokenizer if request.stop_texts else None
+        answers = Generator(stage, limits, texts, in_step_with=together).run(mine)
+        found = self._ranks.gathered(answers if mesh.tp.rank == mesh.pp.rank == 0 else ())
+        return {rows[answer.request.row]: answer for own in found for answer in own}
 
 
 def _settings(request: Sample) -> tuple[object, ...]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
 from engine.config.lora import LoraOptions
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
@@ -21,8 +20,6 @@ from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.files.refusals import FileError
 from engine.inference.generate import context_limit
-from engine.models.decoder import Decoder
-from engine.ops.attention.token_context import TokenContext
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.tenants.tenants import Tenants
@@ -45,9 +42,10 @@ from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import ClientLoss, TokenInputs, loss_sum
 from rankfold.serving.protobuf import encode
 from rankfold.serving.ranks import Ranks
-from rankfold.serving.rows import documents_row, micro_batches
+from rankfold.serving.rows import FILLER
 from rankfold.serving.sample_request import Sample, read_sample
 from rankfold.serving.sampling import Sampler
+from rankfold.serving.spread import Spread
 
 ALPHA = 32.0
 """Numerator of the scale of every adapter, as the protocol's service has it."""
@@ -76,7 +74,8 @@ class TenantBackend:
         self._losses: dict[str, ClientLoss] = {}
         self._readers: dict[Adapter, tuple[int, Path | None]] = {}
         """Tenants that sample saved weights: one of each kind of adapter, and the file that it has."""
-        self._sampler = Sampler(options.path, slots=options.slots, context=self.context)
+        self._spread = Spread(self._tenants.base, options.parallel, self._ranks, options.tokens)
+        self._sampler = Sampler(options.path, self._ranks, slots=options.slots, context=self.context)
 
     def open_tokenizer(self) -> None:
         """Opens the tokenizer, which samples need.
@@ -129,11 +128,12 @@ class TenantBackend:
                 kernels=options.kernels,
             ),
             lora=lora,
+            parallel=options.parallel,
             train=TrainOptions(seed=0 if adapter is None else adapter.seed),
         )
 
     def _add(self, model: str, adapter: Adapter) -> None:
-        self._losses[model] = ClientLoss()
+        self._losses[model] = ClientLoss(self._tenants.base.mesh.cp)
         self._models[model] = self._tenants.add(self._config(adapter), self._losses[model]), adapter
 
     def _training(self, model: str) -> Training:
@@ -176,26 +176,31 @@ class TenantBackend:
             batches = {}
             for task, request in training:
                 number = self._models[task.target][0]
-                batches[number] = micro_batches(request, self._options.tokens)
+                batches[number] = self._spread.own(self._spread.micro_batches(request))
                 self._losses[task.target].logps.clear()
             # losses are sums over tokens, so that nothing is divided by how many there are
             losses = self._tenants.gradients(batches, dict.fromkeys(batches, 1.0))
+            known = self._spread.gathered({task.target: self._losses[task.target].logps for task, _ in training})
             for task, request in training:
-                number, kept = self._models[task.target][0], self._losses[task.target].logps
-                logps = torch.cat([kept[place] for place in range(len(kept))])
-                answer = _forward_backward_answer(request, logps, float(losses[number]))
-                outcomes[task.request] = Outcome(
-                    request=task.request, good=True, type=PROTOBUF, body=answer, keeps=True
-                )
+                loss = float(losses[self._models[task.target][0]])
+                outcomes[task.request] = self._answer(task, request, known[task.target], loss, keeps=True)
         return [outcomes[task.request] for task in tasks]
 
     def _forward(self, task: Task, request: ForwardBackward) -> Outcome:
-        batches = micro_batches(request, self._options.tokens)
-        parts = _log_probabilities(self._training(task.target), batches)
-        inputs = [batch.part(TokenInputs) for batch in batches]
-        loss = sum(float(loss_sum(logps, own)) for logps, own in zip(parts, inputs, strict=True) if own is not None)
-        body = _forward_backward_answer(request, torch.cat(parts), loss)
-        return Outcome(request=task.request, good=True, type=PROTOBUF, body=body)
+        batches = self._spread.micro_batches(request)
+        found = self._spread.log_probabilities(self._training(task.target), batches)
+        parts = self._spread.gathered({"": found})[""]
+        given = [batch.part(TokenInputs) for own in batches for batch in own]
+        inputs = [one for one in given if one is not None and one.place != FILLER]
+        loss = sum(float(loss_sum(logps, own)) for logps, own in zip(parts, inputs, strict=False))
+        return self._answer(task, request, parts, loss)
+
+    def _answer(
+        self, task: Task, request: ForwardBackward, logps: Sequence[Tensor], loss: float, *, keeps: bool = False
+    ) -> Outcome:
+        """Returns the outcome of a task, whose answer rank 0 alone has."""
+        body = _forward_backward_answer(request, torch.cat([*logps]), loss) if self._ranks.is_first else b""
+        return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps)
 
     def _step(self, task: Task) -> Outcome:
         options, (number, _) = read_adam(read_json(task.body)), self._models[task.target]
@@ -302,9 +307,10 @@ class TenantBackend:
             except UserError as error:
                 outcomes[task.request] = failure(task.request, str(error))
         answers = self._sampler.run(training, requests)
-        for name, request in requests.items():
-            scores = self._prompt_scores(training, request) if request.prompt_logprobs else None
-            body = encode("SampleResponse", {"sequences": answers[name], "prompt_logprobs": scores})
+        scores = self._prompt_scores(training, requests)
+        for name in requests:
+            fields = {"sequences": answers.get(name), "prompt_logprobs": scores.get(name)}
+            body = encode("SampleResponse", fields) if self._ranks.is_first else b""
             outcomes[name] = Outcome(request=name, good=True, type=PROTOBUF, body=body)
         return [outcomes[task.request] for task in tasks]
 
@@ -328,16 +334,24 @@ class TenantBackend:
             self._readers[kind] = number, path
         return self._tenants[number]
 
-    def _prompt_scores(self, training: Training, request: Sample) -> bytes:
-        """Returns float32 log-probabilities of the prompt's tokens; NaN for the first, and for those not asked for."""
-        ids = np.asarray(request.prompt, np.int64)
-        scores = np.full(len(ids), np.nan, np.float32)
-        if len(ids) > 1:
-            (found,) = _log_probabilities(training, [documents_row([ids[:-1]], [ids[1:]])])
-            scores[1:] = found.cpu().numpy()
-        if request.last is not None:
-            scores[: -request.last] = np.nan
-        return scores.tobytes()
+    def _prompt_scores(self, training: Training, requests: Mapping[str, Sample]) -> dict[str, bytes]:
+        """Returns float32 log-probabilities of the tokens of the prompts that are to be scored; NaN for the first, and
+        for those not asked for. Of rank 0 alone."""
+        scored = {name: one for name, one in requests.items() if one.prompt_logprobs}
+        prompts = [np.asarray(one.prompt, np.int64) for one in scored.values() if len(one.prompt) > 1]
+        found: list[Tensor] = []
+        if prompts:
+            logps = self._spread.log_probabilities(training, self._spread.prompts(prompts))
+            found = self._spread.gathered({"": logps})[""]
+        answers = {}
+        for name, request in scored.items() if self._ranks.is_first else ():
+            scores = np.full(len(request.prompt), np.nan, np.float32)
+            if len(scores) > 1:
+                scores[1:] = found.pop(0).numpy()
+            if request.last is not None:
+                scores[: -request.last] = np.nan
+            answers[name] = scores.tobytes()
+        return answers
 
 
 def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:
@@ -347,15 +361,6 @@ def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:
         if isinstance(error, FileError) and task.kind not in ("save_weights", "save_weights_for_sampler"):
             raise  # memory is ahead of the disk, on which the model is as it was acknowledged
         return failure(task.request, str(error), "server" if isinstance(error, FileError) else "user")
-
-
-def _log_probabilities(training: Training, batches: Sequence[Batch]) -> list[Tensor]:
-    """Returns fp32 [T] log-probabilities of each micro-batch's labels, without gradient."""
-
-    def read(model: Decoder, out: Tensor, batch: Batch, context: TokenContext) -> Tensor:
-        return -model.token_figures(out, batch, context).losses_T
-
-    return training.stages.read_head(list(batches), read) or []
 
 
 def _forward_backward_answer(request: ForwardBackward, logps_T: Tensor, loss: float) -> bytes:

@@ -56,8 +56,8 @@ def main() -> None:
             raise UserError(f"--{name} is {value}, but {low} to {high} is expected: change it.")
     from engine.runtime.secrets import secret, take_secret
     from rankfold.serving.exchange import ServedModel
-    from rankfold.serving.front import Limits
     from rankfold.serving.server import Address, run_server
+    from rankfold.serving.service import Limits
 
     take_secret(_KEYS)
     names = [one for one in (arguments.name, str(arguments.model)) if one is not None]

@@ -16,8 +16,9 @@ from engine.errors import UserError
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import Backend, BackendLost, ServedModel
 from rankfold.serving.folder import ServerFolder
-from rankfold.serving.front import Front, Limits
+from rankfold.serving.front import Front
 from rankfold.serving.journal import Journal
+from rankfold.serving.service import Limits, Service
 
 _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
@@ -84,13 +85,14 @@ def listen(address: Address) -> socket.socket:
     return listening
 
 
-def serve(backend: Backend, front: Front, journal: Journal, listening: socket.socket) -> str | None:
+def serve(backend: Backend, service: Service, listening: socket.socket) -> str | None:
     """Answers until the process is told to end, or the backend is lost.
 
     Returns:
         Why the backend was lost; None where it was not.
     """
     lost: list[str] = []
+    front = Front(service)
     # clients keep connections for a minute
     server = _Server(uvicorn.Config(front.app(), log_level="warning", timeout_keep_alive=75))
 
@@ -98,9 +100,9 @@ def serve(backend: Backend, front: Front, journal: Journal, listening: socket.so
         lost.append(sentence)
         server.should_exit = True
 
-    dispatcher = Dispatcher(journal, backend, finished=front.finished, lost=on_lost)
+    dispatcher = Dispatcher(service.journal, backend, finished=front.finished, lost=on_lost)
     dispatcher.restore()
-    front.dispatcher = dispatcher
+    service.dispatcher = dispatcher
     dispatcher.start()
     server.run(sockets=[listening])
     dispatcher.stop()
@@ -131,11 +133,13 @@ def run_server(
     journal = Journal(folder.journal)
     try:
         backend = ModelProcess(model, folder)
-        front = Front(names=names, context=backend.context, keys=known, journal=journal, folder=folder, limits=limits)
+        service = Service(
+            names=names, context=backend.context, keys=known, journal=journal, folder=folder, limits=limits
+        )
         print(f"serving {names[0]} at http://{address.host}:{address.port}, its state in {state}", flush=True)
         if made:
             print(f"key: {known[0]} (RANKFOLD_SERVE_KEYS sets others)", flush=True)
-        lost = serve(backend, front, journal, listening)
+        lost = serve(backend, service, listening)
     except BackendLost as error:
         lost = str(error)
     finally:

@@ -24,7 +24,8 @@ from tests.serving.asgi import KEY, OTHER_KEY, Answer, ask
 from tests.serving.bodies import adam, forward_backward, random_datum, sample
 
 pytest.importorskip("starlette")
-from rankfold.serving.front import Front, Limits
+from rankfold.serving.front import Front
+from rankfold.serving.service import Limits, Service
 
 ADAPTER = Adapter(rank=4, seed=1, train_unembed=True, train_mlp=True, train_attn=True)
 
@@ -80,7 +81,7 @@ class Served:
         self.folder = ServerFolder(folder)
         self.journal = Journal(self.folder.journal)
         self.backend = StandIn(self.folder)
-        front = Front(
+        service = Service(
             names=["tiny", "/models/tiny"],
             context=64,
             keys=[KEY, OTHER_KEY],
@@ -89,9 +90,10 @@ class Served:
             limits=Limits(**{"poll_seconds": 5.0, **limits}),
         )
         self.lost: list[str] = []
+        front = Front(service)
         self.front, self.app = front, front.app()
         self.dispatcher = Dispatcher(self.journal, self.backend, finished=front.finished, lost=self.lost.append)
-        front.dispatcher = self.dispatcher
+        service.dispatcher = self.dispatcher
 
     def start(self) -> None:
         self.dispatcher.restore()

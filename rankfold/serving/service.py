@@ -1,0 +1,160 @@
+"""What the handlers of requests share: who asks, what a body holds, whose names are whose, and the journal.
+
+Whatever a client asks for by name (a session, model, sampler, promise) is looked up among its own, so that another's is
+like one that is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from engine.errors import UserError
+from rankfold.serving.commands import read_json, read_path
+from rankfold.serving.dispatcher import Dispatcher
+from rankfold.serving.folder import ServerFolder
+from rankfold.serving.journal import Journal, Model
+
+MAX_SEQ = 2**31 - 1
+"""The largest number that a client gives a model, sampler or request."""
+Handler = Callable[[Request, str], Awaitable[Response]]
+"""Answers a request of an owner."""
+
+
+class Call(NamedTuple):
+    """A request that is answered.
+
+    Args:
+        method: of HTTP.
+        path: below the root.
+        handler: of it.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits on what clients send.
+
+    Args:
+        body_bytes: of a request.
+        body_seconds: in which a body has to arrive.
+        models: live ones of a key.
+        waiting: commands that wait to be executed.
+        poll_seconds: for which a request for a result waits; clients give up after 45.
+    """
+
+    body_bytes: int = 32 << 20
+    body_seconds: float = 60.0
+    models: int = 16
+    waiting: int = 10_000
+    poll_seconds: float = 30.0
+
+
+class Service:
+    """What handlers share.
+
+    Args:
+        names: of the base, the first one the name that clients are told.
+        context: tokens of the longest row.
+        keys: of the clients.
+        journal, folder: of the server.
+        limits: on clients.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        context: int,
+        keys: Sequence[str],
+        journal: Journal,
+        folder: ServerFolder,
+        limits: Limits,
+    ) -> None:
+        self.names, self.context, self.limits = tuple(names), context, limits
+        self.journal, self.folder = journal, folder
+        self.dispatcher: Dispatcher | None = None
+        self._keys = [key.encode() for key in keys]
+
+    def owner(self, key: str) -> str:
+        """Returns who has a key."""
+        given = key.encode("utf-8", "replace")
+        found = [one for one in self._keys if hmac.compare_digest(one, given)]
+        if not found:
+            raise HTTPException(401, "the API key is none of this server's: set TINKER_API_KEY to one of them.")
+        return hashlib.sha256(found[0]).hexdigest()[:32]
+
+    async def body(self, request: Request) -> bytes:
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HTTPException(415, "the body is compressed, but bodies are read as they are: send it uncompressed.")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body_bytes:
+                        raise HTTPException(413, f"the body has more than {self.limits.body_bytes} bytes.")
+        except TimeoutError:
+            raise HTTPException(408, f"the body took more than {self.limits.body_seconds:g} s to arrive.") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the client went away.") from None
+        return bytes(body)
+
+    async def json(self, request: Request) -> tuple[bytes, dict[str, Any]]:
+        body = await self.body(request)
+        return body, read_json(body)
+
+    def check_base(self, name: object) -> None:
+        if name not in self.names:
+            raise UserError(f"base_model is {str(name)[:200]!r}, but this server has {' and '.join(self.names)}.")
+
+    def open_session(self, session: str, owner: str) -> None:
+        state = self.journal.session_state(session, owner)
+        if state is None:
+            raise HTTPException(404, f"there is no session {session[:64]!r}: create one.")
+        if state == "finished":
+            raise HTTPException(410, f"session {session} is finished: create another one.")
+
+    def model(self, model: str, owner: str) -> Model:
+        found = self.journal.model(model, owner)
+        if found is None:
+            raise HTTPException(404, f"there is no model {model[:200]!r}: create it.")
+        if found.state in ("unloaded", "failed"):
+            raise HTTPException(404, f"model {model} is {found.state}: create another one.")
+        return found
+
+    def own_path(self, path: object, owner: str) -> Model:
+        """Returns the model whose weights a path names."""
+        saved = read_path(path)
+        model = self.journal.model(saved.model, owner)
+        if model is None or not self.folder.saved(saved).is_file():
+            raise HTTPException(404, f"there are no weights at {saved}.")
+        return model
+
+    def take(
+        self, kind: str, body: bytes, owner: str, target: str, seq: int | None, *, session: str | None = None,
+        name: str | None = None, more: Mapping[str, Any] | None = None,
+    ) -> Response:  # fmt: skip
+        """Writes a command down, once, and answers with the promise of its result."""
+        assert self.dispatcher is not None
+        if self.dispatcher.num_waiting >= self.limits.waiting:
+            raise HTTPException(429, f"{self.limits.waiting} commands wait already: ask again later.")
+        promise = name or f"{target}:{seq}"
+        new = self.journal.add_command(
+            request=promise, owner=owner, target=target, seq=seq, kind=kind, body=body, session=session
+        )
+        if new:
+            self.dispatcher.add(promise)
+        return JSONResponse({"request_id": promise, **(more or {"model_id": target})})

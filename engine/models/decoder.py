@@ -36,7 +36,7 @@ from engine.models import stage_message
 from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.front_module import Carried, FrontModule
-from engine.models.head_figures import TokenFigures, head_figures, is_read_in_backward, scaled_logits
+from engine.models.head_figures import SeveralLabels, TokenFigures, head_figures, is_read_in_backward, scaled_logits
 from engine.models.ropes import Rope
 from engine.ops.attention.token_context import AdapterChoice, ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
@@ -446,6 +446,7 @@ class Decoder(nn.Module):
                     config=self.config,
                     temperature=temperature,
                     entropies=entropies,
+                    several=batch.part(SeveralLabels),
                 )
             )
             return found[0].losses_T

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.batch import BatchPart
 from engine.distributed.sharding import ShardSpec
 from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import RMSNorm
@@ -17,13 +18,26 @@ from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import NormInput
+from engine.ops.several_labels import several_label_losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeveralLabels(BatchPart):
+    """Labels in place of those of the batch, where each token has several.
+
+    Args:
+        labels_KBS: int64 [K, B, S], or IGNORE_LABEL.
+    """
+
+    labels_KBS: Tensor
 
 
 class TokenFigures(NamedTuple):
     """What an objective is made of; equal on all tensor-parallel ranks.
 
     Args:
-        losses_T: fp32 negative log-likelihood of each label, differentiable; 0 where there is none.
+        losses_T: fp32 negative log-likelihood of each label, differentiable; 0 where there is none. [T, K] where the
+            micro-batch has `SeveralLabels`.
         entropies_T: fp32 entropy of the distribution over the vocabulary at each token, without gradient; None where
             it was not asked for.
     """
@@ -69,6 +83,7 @@ def head_figures(
     config: DecoderConfig,
     temperature: float,
     entropies: bool,
+    several: SeveralLabels | None = None,
 ) -> TokenFigures:
     """Returns what an objective is made of.
 
@@ -78,7 +93,8 @@ def head_figures(
         context: of the tokens.
         norm, head, vocab_spec, config: of the model; the head is split over the vocabulary as `vocab_spec` says.
         temperature: logits are divided by it.
-        entropies: whether the entropies are wanted.
+        entropies: whether the entropies are wanted; not together with several labels.
+        several: labels in place of `labels_T`.
     """
     operands, divisor, cap = head.operands, config.multipliers.logits_divisor, config.logits_softcap
     if temperature != 1.0 and cap is not None:  # it divides what is capped
@@ -92,7 +108,19 @@ def head_figures(
     num_ids = pieces[0].length if pieces else 0
     entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
     chosen = () if context.choice is None else context.choice.leaves(operands.name)
-    if not is_read_in_backward(head) and not chosen:
+    if several is not None:
+        assert not entropies
+        losses_T = several_label_losses(
+            head(x, source, context, output_divisor=divisor),
+            several.labels_KBS.flatten(1),
+            first_id=first_id,
+            num_ids=num_ids,
+            axis=operands.axis,
+            kernels=operands.kernels,
+            cap=cap,
+            temperature=temperature,
+        )
+    elif not is_read_in_backward(head) and not chosen:
         losses_T = frozen_head_losses(
             x,
             source,

@@ -12,13 +12,18 @@ from numpy.typing import NDArray
 
 from engine.errors import UserError
 from rankfold.serving.protobuf import Message, WireError, decode
+from rankfold.serving.tensors import read_array, read_tensor
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Names of the losses that are computed here."""
-_INPUTS = {
-    "weights": "float32", "logprobs": "float32", "advantages": "float32", "clip_low_threshold": "float32",
-    "clip_high_threshold": "float32", "sequence_ratio_mask": "float32",
-}  # fmt: skip
+_INPUTS = (
+    "weights",
+    "logprobs",
+    "advantages",
+    "clip_low_threshold",
+    "clip_high_threshold",
+    "sequence_ratio_mask",
+)
 _NEEDED = {"cross_entropy": (), **dict.fromkeys(LOSSES[1:], ("logprobs", "advantages"))}
 _NUMBERS = {
     "cross_entropy": (),
@@ -28,8 +33,10 @@ _NUMBERS = {
     "gspo": ("clip_low_threshold", "clip_high_threshold"),
     "dro": ("beta",),
 }
-_FLOAT32, _INT64 = 1, 2
-_DTYPES = {_FLOAT32: "<f4", _INT64: "<i8", 3: "<i4"}
+_SEVERAL = ("cross_entropy",)
+"""Losses that take several targets of a token."""
+_ALL_CELLS = 1 << 24
+"""Elements of the targets of a request, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +45,8 @@ class Datum:
 
     Args:
         tokens: int64 [T].
-        targets: int64 [T], the token that each position is to predict.
-        inputs: float32 [T] each, by name.
+        targets: int64 [T] or [T, K], the tokens that each position is to predict.
+        inputs: float32 of the shape of `targets` each, by name.
     """
 
     tokens: NDArray[np.int64]
@@ -110,6 +117,11 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
     if not data:
         raise UserError("the request has no data, but at least one datum is expected.")
     read = tuple(_datum(number, one, loss, vocab_size, limit) for number, one in enumerate(data))
+    if (cells := sum(one.targets.size for one in read)) > _ALL_CELLS:
+        raise UserError(
+            f"the request has {cells} targets, but at most {_ALL_CELLS} are read at a time: send its data in several "
+            "requests."
+        )
     for number, one in enumerate(read):
         if one.inputs.keys() != read[0].inputs.keys():
             raise UserError(
@@ -124,7 +136,7 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
         for kind in ("image", "dmel"):
             if kind in chunk:
                 raise UserError(f"datum {number} has a chunk of {kind}, but only text is trained here: send tokens.")
-    parts = [_array(chunk.get("encoded_text", {}).get("tokens", b""), "<i4", "tokens") for chunk in chunks]
+    parts = [read_array("tokens", chunk.get("encoded_text", {}).get("tokens", b""), "<i4") for chunk in chunks]
     tokens = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
     if not 0 < len(tokens) <= limit:
         raise UserError(
@@ -133,7 +145,7 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
     tensors = datum.get("loss_fn_inputs", {})
     if "target_tokens" not in tensors:
         raise UserError(f"datum {number} has no target_tokens: send one for each token of model_input.")
-    targets = _tensor(number, "target_tokens", tensors["target_tokens"], len(tokens)).astype(np.int64)
+    targets = _targets(number, tensors["target_tokens"], loss, len(tokens))
     for what, ids in (("model_input", tokens), ("target_tokens", targets)):
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise UserError(
@@ -141,7 +153,7 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
                 f"{vocab_size} tokens, counted from 0."
             )
     inputs = {
-        name: _tensor(number, name, tensors[name], len(tokens)).astype(np.float32)
+        name: _input(number, name, tensors[name], targets.shape).astype(np.float32)
         for name in _INPUTS
         if name in tensors
     }
@@ -155,19 +167,28 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
     return Datum(tokens=tokens, targets=targets, inputs=inputs)
 
 
-def _tensor(number: int, name: str, tensor: Message, length: int) -> NDArray[Any]:
-    if "sparse_csr" in tensor or len(tensor.get("shape", [length])) > 1:
-        raise UserError(f"datum {number} has {name} of two dimensions, but one number for each token is read here.")
-    dtype = tensor.get("dtype", 0)
-    if dtype not in _DTYPES:
-        raise UserError(f"datum {number} has {name} of dtype {dtype}, but float32 and int64 are read here.")
-    values = _array(tensor.get("dense", b""), _DTYPES[dtype], name)
-    if len(values) != length:
-        raise UserError(f"datum {number} has {len(values)} numbers in {name}, but {length} tokens: send as many.")
-    return values
+def _targets(number: int, tensor: Message, loss: str, length: int) -> NDArray[np.int64]:
+    found = read_tensor(f"target_tokens of datum {number}", tensor)
+    if found.ndim not in (1, 2) or len(found) != length or found.size == 0:
+        raise UserError(
+            f"datum {number} has target_tokens of shape {list(found.shape)}, but {length} tokens: send a target, or a "
+            "row of them, for each."
+        )
+    if found.ndim == 2 and loss not in _SEVERAL:
+        raise UserError(
+            f"datum {number} has target_tokens of two dimensions, but {loss} takes one target of a token: send one, or "
+            f"set loss_fn to {' or '.join(_SEVERAL)}."
+        )
+    if found.dtype != np.int64:
+        raise UserError(f"datum {number} has target_tokens of float numbers, but they are token ids: send int64.")
+    return found
 
 
-def _array(data: bytes, dtype: str, name: str) -> NDArray[Any]:
-    if len(data) % np.dtype(dtype).itemsize:
-        raise UserError(f"{name} has {len(data)} bytes, which is no whole number of elements.")
-    return np.frombuffer(data, dtype=dtype)
+def _input(number: int, name: str, tensor: Message, shape: tuple[int, ...]) -> NDArray[Any]:
+    found = read_tensor(f"{name} of datum {number}", tensor)
+    if found.shape != shape:
+        raise UserError(
+            f"datum {number} has {name} of shape {list(found.shape)}, but target_tokens of shape {list(shape)}: send "
+            "as many, in the same shape."
+        )
+    return found

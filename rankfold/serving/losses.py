@@ -12,7 +12,9 @@ r = exp(l - o), low and high the limits of r, 0.8 and 1.2 unless the client give
                          sequence_ratio_mask marks, all where there is none; each of the datum's tokens has a term
                          (arXiv 2507.18071)
 
-Legend: T tokens.
+Where a token has several targets, l and w have a column for each, and sums are over all of them.
+
+Legend: T tokens, K targets of each, where there are several.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class TokenInputs(BatchPart):
         numbers: of loss_fn_config.
         place: of the micro-batch in its request.
         lengths: tokens of each datum, which lie one after the other.
-        weights_T, logprobs_T, advantages_T, low_T, high_T, mask_T: float32 [T]; None where the client sent none.
+        weights_T, logprobs_T, advantages_T, low_T, high_T, mask_T: float32 [T] or [T, K]; None where the client sent
+            none.
     """
 
     for_loss_alone: ClassVar[bool] = True
@@ -61,7 +64,7 @@ def loss_sum(logps_T: Tensor, inputs: TokenInputs) -> Tensor:
     """Returns the 0-dim fp32 loss of a micro-batch; see the module.
 
     Args:
-        logps_T: fp32 [T] log-probabilities of the targets.
+        logps_T: fp32 [T] or [T, K] log-probabilities of the targets.
         inputs: of the micro-batch.
     """
     if inputs.loss == "cross_entropy":

@@ -47,9 +47,14 @@ MESSAGES: Mapping[str, Mapping[int, Field]] = {
     "Other": {},
     "Tensor": {
         1: Field("dense", "bytes"),
-        2: Field("sparse_csr", "Other"),
+        2: Field("sparse_csr", "SparseCsr"),
         3: Field("dtype", "integer"),
         4: Field("shape", "integer", "list"),
+    },
+    "SparseCsr": {
+        1: Field("values", "bytes"),
+        2: Field("crow_indices", "bytes"),
+        3: Field("col_indices", "bytes"),
     },
     "ForwardBackwardOutput": {
         1: Field("loss_fn_output_type", "string"),
@@ -70,12 +75,23 @@ MESSAGES: Mapping[str, Mapping[int, Field]] = {
     "SampleResponse": {
         1: Field("sequences", "SampledSequence", "list"),
         2: Field("prompt_logprobs", "bytes"),
+        3: Field("topk_prompt_logprobs", "TopkLogprobs"),
         4: Field("prompt_cache_hit_tokens", "integer"),
+        5: Field("target_prompt_logprobs", "Tensor"),
+        6: Field("prompt_alt_tokens", "PromptAltTokens"),
+    },
+    "PromptAltTokens": {1: Field("tokens", "Tensor"), 2: Field("logprobs", "Tensor")},
+    "TopkLogprobs": {
+        1: Field("token_ids", "bytes"),
+        2: Field("logprobs", "bytes"),
+        3: Field("k", "integer"),
+        4: Field("length", "integer"),
     },
     "SampledSequence": {
         1: Field("stop_reason", "integer"),
         2: Field("tokens", "bytes"),
         3: Field("logprobs", "bytes"),
+        4: Field("topk_sampled_logprobs", "TopkLogprobs"),
     },
 }
 """Message -> number -> field."""

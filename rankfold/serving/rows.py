@@ -1,6 +1,6 @@
 """Micro-batches of a client's documents: each is one row, in which documents lie one after the other.
 
-Legend: B rows, 1 here; S columns, T = S tokens.
+Legend: B rows, 1 here; S columns, T = S tokens; K targets of each, where there are several.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import IGNORE_LABEL, Batch, Padding
+from engine.models.head_figures import SeveralLabels
 from rankfold.serving.loss_request import Datum, ForwardBackward
 from rankfold.serving.losses import TokenInputs
 
@@ -78,7 +79,8 @@ def _filler(multiple: int) -> Batch:
 def _groups(data: Sequence[Datum], tokens: int) -> Iterator[list[Datum]]:
     group: list[Datum] = []
     for datum in data:
-        if group and sum(len(one.tokens) for one in group) + len(datum.tokens) > tokens:
+        full = sum(len(one.tokens) for one in group) + len(datum.tokens) > tokens
+        if group and (full or group[0].targets.shape[1:] != datum.targets.shape[1:]):
             yield group
             group = []
         group.append(datum)
@@ -104,21 +106,25 @@ def documents_row(
     """Returns a micro-batch of one row.
 
     Args:
-        tokens, targets: int64 ids of each document, and what each of its positions is to predict.
+        tokens: int64 [T] ids of each document.
+        targets: int64 [T] or [T, K] what each of its positions is to predict, IGNORE_LABEL for nothing; K is the same
+            for all.
         multiple: of the row's length. Padding is a document that predicts nothing.
     """
     found = [len(one) for one in tokens]
     more = -sum(found) % multiple or (0 if any(found) else multiple)
     lengths = [one for one in (*found, more) if one]
     total = sum(lengths)
-    labels = torch.from_numpy(np.concatenate([*targets, np.full(more, IGNORE_LABEL)]))[None]
+    labels = torch.from_numpy(np.concatenate([*targets, np.full((more, *targets[0].shape[1:]), IGNORE_LABEL)]))
+    first_BS = (labels if labels.ndim == 1 else labels[:, 0])[None]
+    several = None if labels.ndim == 1 else SeveralLabels(labels_KBS=labels.t()[:, None].contiguous())
     padding_BS = torch.arange(total)[None] >= total - more
     return Batch(
         tokens_BS=torch.from_numpy(np.concatenate([*tokens, np.zeros(more, np.int64)]))[None],
-        labels_BS=labels,
+        labels_BS=first_BS,
         positions_BS=torch.cat([torch.arange(one) for one in lengths])[None],
         token_index_BS=torch.arange(total)[None],
-        loss_weights_BS=(labels != IGNORE_LABEL).float(),
+        loss_weights_BS=(first_BS != IGNORE_LABEL).float(),
         document_offsets=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         document_lengths=tuple(lengths),
-    ).with_parts(Padding(padding_BS=padding_BS) if more else None)
+    ).with_parts(Padding(padding_BS=padding_BS) if more else None, several)

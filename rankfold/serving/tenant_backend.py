@@ -25,6 +25,7 @@ from engine.telemetry.log import Log
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training
 from rankfold.serving.adapter_file import Written, delete_expired, read_adapter, read_written, write_adapter
+from rankfold.serving.answers import forward_backward_answer
 from rankfold.serving.commands import (
     Adapter,
     Saved,
@@ -199,7 +200,7 @@ class TenantBackend:
         self, task: Task, request: ForwardBackward, logps: Sequence[Tensor], loss: float, *, keeps: bool = False
     ) -> Outcome:
         """Returns the outcome of a task, whose answer rank 0 alone has."""
-        body = _forward_backward_answer(request, torch.cat([*logps]), loss) if self._ranks.is_first else b""
+        body = forward_backward_answer(request, logps, {"loss:sum": loss}) if self._ranks.is_first else b""
         return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps)
 
     def _step(self, task: Task) -> Outcome:
@@ -361,13 +362,3 @@ def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:
         if isinstance(error, FileError) and task.kind not in ("save_weights", "save_weights_for_sampler"):
             raise  # memory is ahead of the disk, on which the model is as it was acknowledged
         return failure(task.request, str(error), "server" if isinstance(error, FileError) else "user")
-
-
-def _forward_backward_answer(request: ForwardBackward, logps_T: Tensor, loss: float) -> bytes:
-    ends = np.cumsum([0, *(len(datum.tokens) for datum in request.data)], dtype=np.int64) * 4
-    logps = {"data": logps_T.float().cpu().numpy().tobytes(), "offsets": ends.astype("<i8").tobytes(), "dtype": 1}
-    record = {"type_tag": "ArrayRecord", "fields": {"logprobs": logps}, "num_datums": len(request.data)}
-    return encode(
-        "ForwardBackwardOutput",
-        {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": [record], "metrics": {"loss:sum": loss}},
-    )

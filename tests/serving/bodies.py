@@ -11,12 +11,12 @@ import numpy as np
 from rankfold.serving.protobuf import decode, encode
 
 
-def tensor(values: Sequence[float], *, whole: bool = False) -> dict[str, Any]:
-    data = np.asarray(values, "<i8" if whole else "<f4").tobytes()
-    return {"dense": data, "dtype": 2 if whole else 1, "shape": [len(values)]}
+def tensor(values: Any, *, whole: bool = False) -> dict[str, Any]:
+    data = np.asarray(values, "<i8" if whole else "<f4")
+    return {"dense": data.tobytes(), "dtype": 2 if whole else 1, "shape": list(data.shape)}
 
 
-def datum(tokens: Sequence[int], targets: Sequence[int], **inputs: Sequence[float]) -> dict[str, Any]:
+def datum(tokens: Sequence[int], targets: Any, **inputs: Any) -> dict[str, Any]:
     return {
         "model_input": [{"encoded_text": {"tokens": np.asarray(tokens, "<i4").tobytes()}}],
         "loss_fn_inputs": {
@@ -67,11 +67,14 @@ def sample(sampler: str, seq: int, prompt: Sequence[int], count: int = 1, **more
 
 def read_output(body: bytes) -> tuple[float, list[np.ndarray[Any, Any]]]:
     """Returns the loss of a ForwardBackwardOutput, and the log-probabilities of each datum."""
-    message = decode("ForwardBackwardOutput", body)
-    (record,) = message["loss_fn_outputs"]
-    found = record["fields"]["logprobs"]
-    ends = np.frombuffer(found["offsets"], "<i8") // 4
-    return message["metrics"]["loss:sum"], np.split(np.frombuffer(found["data"], "<f4"), ends[1:-1])
+    message, logps = decode("ForwardBackwardOutput", body), list[np.ndarray[Any, Any]]()
+    for record in message["loss_fn_outputs"]:
+        found = record["fields"]["logprobs"]
+        ends = np.frombuffer(found["offsets"], "<i8") // 4
+        trailing = found.get("trailing_shape", [])
+        own = np.split(np.frombuffer(found["data"], "<f4"), ends[1:-1])
+        logps += [one.reshape(-1, *trailing) for one in own]
+    return message["metrics"]["loss:sum"], logps
 
 
 def read_samples(body: bytes) -> tuple[list[tuple[list[int], list[float], int]], list[float]]:

@@ -1,9 +1,9 @@
 """The plan of zig-zag context parallelism: which rank holds, computes and sends which tokens. No tensors.
 
-A micro-batch is rows of equal length, side by side along the flat token dimension. With c ranks each row is cut into 2c
-chunks, and rank r holds chunks r and 2c - 1 - r of every row, the early one before the late one. Under a causal mask a
-chunk's cost is proportional to its place, so an early and a late one together cost the same on every rank. Lengths need
-not divide: chunks then differ by a token, and may be empty.
+A micro-batch is rows, side by side along the flat token dimension. With c ranks each row is cut into 2c chunks, and
+rank r holds chunks r and 2c - 1 - r of every row, the early one before the late one. Under a causal mask a chunk's cost
+is proportional to its place, so an early and a late one together cost the same on every rank. Lengths need not divide:
+chunks then differ by a token, and may be empty.
 
 The order of the chunks determines what is computed. Rank r computes, with the keys of rank s:
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -46,7 +47,7 @@ class Block(NamedTuple):
     causal: bool
 
 
-class _Document(NamedTuple):
+class Document(NamedTuple):
     """A document: the columns [start, stop) of a row."""
 
     row: int
@@ -67,7 +68,7 @@ def rank_columns(row_length: int, size: int, rank: int) -> tuple[Span, Span]:
     return chunk(rank), chunk(2 * size - 1 - rank)
 
 
-def _clamped(document: _Document, chunk: Span) -> Span:
+def _clamped(document: Document, chunk: Span) -> Span:
     start = min(max(document.start, chunk.start), chunk.stop)
     return Span(start, max(start, min(document.stop, chunk.stop)))
 
@@ -99,64 +100,82 @@ class ContextLayout:
 
     Args:
         size: ranks on the axis.
-        num_rows, row_length: of the whole micro-batch, in tokens.
+        row_lengths: tokens of each row of the whole micro-batch.
         document_lengths: along the flat tokens of the whole micro-batch; no document crosses rows.
     """
 
     size: int
-    num_rows: int
-    row_length: int
+    row_lengths: tuple[int, ...]
     document_lengths: tuple[int, ...]
-    _documents: tuple[_Document, ...] = field(init=False, repr=False, compare=False)
-    _shared: tuple[_Document, ...] = field(init=False, repr=False, compare=False)
+    _documents: tuple[Document, ...] = field(init=False, repr=False, compare=False)
+    _shared: tuple[Document, ...] = field(init=False, repr=False, compare=False)
     """Documents that cross a chunk's border, of which there are few: at most one per border."""
 
     def __post_init__(self) -> None:
         assert sum(self.document_lengths) == self.num_tokens, (self.document_lengths, self.num_tokens)
-        documents = self._all_documents()
-        assert all(one.stop <= self.row_length for one in documents), "a document crosses rows"
-        cuts = [
-            columns.start for rank in range(self.size) for columns in rank_columns(self.row_length, self.size, rank)
-        ]
-        cuts.sort()
+        documents = self.documents()
+        assert all(one.stop <= self.row_lengths[one.row] for one in documents), "a document crosses rows"
+        cuts = {
+            length: sorted(span.start for rank in range(self.size) for span in rank_columns(length, self.size, rank))
+            for length in set(self.row_lengths)
+        }
         # the dataclass is frozen: derived values are set once, here
         object.__setattr__(self, "_documents", documents)
         object.__setattr__(
             self,
             "_shared",
-            tuple(one for one in documents if bisect_right(cuts, one.start) != bisect_left(cuts, one.stop)),
+            tuple(
+                one
+                for one in documents
+                if bisect_right(cuts[self.row_lengths[one.row]], one.start)
+                != bisect_left(cuts[self.row_lengths[one.row]], one.stop)
+            ),
         )
+
+    @classmethod
+    def even(cls, *, size: int, num_rows: int, row_length: int, document_lengths: tuple[int, ...]) -> ContextLayout:
+        """Returns the layout of rows of one length."""
+        return cls(size=size, row_lengths=(row_length,) * num_rows, document_lengths=document_lengths)
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all ranks together."""
-        return self.num_rows * self.row_length
+        return sum(self.row_lengths)
 
     def tokens_on(self, rank: int) -> int:
         """Returns the number of tokens of the micro-batch that `rank` holds."""
-        return self.num_rows * sum(span.length for span in rank_columns(self.row_length, self.size, rank))
+        return self._firsts(rank)[-1]
 
     @property
     def token_counts(self) -> tuple[int, ...]:
         """The number of tokens on each rank."""
         return tuple(self.tokens_on(rank) for rank in range(self.size))
 
-    def _all_documents(self) -> tuple[_Document, ...]:
-        found, place = [], 0
+    def documents(self) -> tuple[Document, ...]:
+        """Returns the documents, in their order."""
+        found = []
+        row = place = 0
         for length in self.document_lengths:
-            row, start = divmod(place, self.row_length)
-            found.append(_Document(row, start, start + length))
+            while row < len(self.row_lengths) - 1 and place == self.row_lengths[row]:
+                row, place = row + 1, 0
+            found.append(Document(row, place, place + length))
             place += length
         return tuple(found)
 
-    def _spans(self, documents: tuple[_Document, ...], rank: int) -> list[tuple[Span, Span]]:
+    def _firsts(self, rank: int) -> list[int]:
+        """Returns the place of each row's first token among those of `rank`, and the number of these."""
+        held = (rank_columns(length, self.size, rank) for length in self.row_lengths)
+        return [0, *accumulate(early.length + late.length for early, late in held)]
+
+    def _spans(self, documents: tuple[Document, ...], rank: int) -> list[tuple[Span, Span]]:
         """Returns each document's tokens in the early and the late chunk of `rank`, as places in that rank's flat
         tokens.
         """
-        early, late = rank_columns(self.row_length, self.size, rank)
+        firsts = self._firsts(rank)
         found = []
         for document in documents:
-            first = document.row * (early.length + late.length)
+            early, late = rank_columns(self.row_lengths[document.row], self.size, rank)
+            first = firsts[document.row]
             in_early, in_late = _clamped(document, early), _clamped(document, late)
             to_early, to_late = first - early.start, first + early.length - late.start
             found.append(
@@ -191,13 +210,13 @@ class ContextLayout:
 
     def plain_order(self) -> tuple[Span, ...]:
         """Returns the places in the concatenated ranks' tokens, in the order of the plain flat tokens."""
-        counts, found = self.token_counts, []
-        firsts = [sum(counts[:rank]) for rank in range(self.size)]
-        for row in range(self.num_rows):
+        begins, found = [0, *accumulate(self.token_counts)], []
+        firsts = [self._firsts(rank) for rank in range(self.size)]
+        for row, length in enumerate(self.row_lengths):
             for place in range(2 * self.size):
                 rank = min(place, 2 * self.size - 1 - place)
-                early, late = rank_columns(self.row_length, self.size, rank)
-                start = firsts[rank] + row * (early.length + late.length) + (early.length if place != rank else 0)
+                early, late = rank_columns(length, self.size, rank)
+                start = begins[rank] + firsts[rank][row] + (early.length if place != rank else 0)
                 found.append(Span(start, start + (late if place != rank else early).length))
         return merged(found)
 
@@ -205,11 +224,11 @@ class ContextLayout:
         """Returns the places in the plain flat tokens in the order of the ranks' tokens: the inverse of
         `plain_order`.
         """
-        found = []
+        found, starts = [], [0, *accumulate(self.row_lengths)]
         for rank in range(self.size):
-            for row in range(self.num_rows):
-                for columns in rank_columns(self.row_length, self.size, rank):
-                    found.append(Span(columns.start + row * self.row_length, columns.stop + row * self.row_length))
+            for start, length in zip(starts, self.row_lengths, strict=False):
+                for columns in rank_columns(length, self.size, rank):
+                    found.append(Span(columns.start + start, columns.stop + start))
         return merged(found)
 
 

@@ -111,7 +111,7 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
     """Returns the columns of every row that `rank` of `size` context-parallel ranks holds. See engine.zigzag."""
     if size == 1:
         return batch
-    layout = ContextLayout(
+    layout = ContextLayout.even(
         size=size, num_rows=batch.num_rows, row_length=batch.row_length, document_lengths=batch.document_lengths
     )
     columns = torch.cat([torch.arange(*span) for span in rank_columns(batch.row_length, size, rank)])

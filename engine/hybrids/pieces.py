@@ -109,9 +109,9 @@ class Pieces(ContextPart):
         documents = _documents_by_row(layout)
         pieces: dict[tuple[int, int], tuple[int, int]] = {}  # (document, chunk) -> (rank, index)
         for one in range(layout.size):
-            for row in range(layout.num_rows):
+            for row, row_length in enumerate(layout.row_lengths):
                 for chunk, columns in zip(
-                    (one, 2 * layout.size - 1 - one), rank_columns(layout.row_length, layout.size, one), strict=True
+                    (one, 2 * layout.size - 1 - one), rank_columns(row_length, layout.size, one), strict=True
                 ):
                     for number, start, stop in documents[row]:
                         length = min(stop, columns.stop) - max(start, columns.start)
@@ -251,10 +251,7 @@ class Pieces(ContextPart):
 
 def _documents_by_row(layout: ContextLayout) -> list[list[tuple[int, int, int]]]:
     """Returns for each row its documents: number, first column, and the column after the last one."""
-    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(layout.num_rows)]
-    place = 0
-    for number, length in enumerate(layout.document_lengths):
-        row, start = divmod(place, layout.row_length)
-        rows[row].append((number, start, start + length))
-        place += length
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in layout.row_lengths]
+    for number, (row, start, stop) in enumerate(layout.documents()):
+        rows[row].append((number, start, stop))
     return rows

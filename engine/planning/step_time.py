@@ -299,7 +299,7 @@ def _keys_sent(workload: Workload, size: int) -> int:
     if size == 1:
         return 0
     rows, length = workload.micro_batch, workload.seq_length
-    layout = ContextLayout(size=size, num_rows=rows, row_length=length, document_lengths=(length,) * rows)
+    layout = ContextLayout.even(size=size, num_rows=rows, row_length=length, document_lengths=(length,) * rows)
     return sum(step.num_sent for step in make_plan(layout, 0).steps[1:])
 
 

@@ -21,7 +21,7 @@ def batch(workload: Workload, ranks: int) -> Batch:
     """Makes full rows of documents of one length, the last of a row as long as fits; for the first context rank."""
     rows = example_rows(workload, ranks)
     shape, lengths = rows.shape, rows.document_lengths
-    whole = ContextLayout(
+    whole = ContextLayout.even(
         size=ranks, num_rows=workload.micro_batch, row_length=workload.seq_length, document_lengths=lengths
     )
     numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))

@@ -26,6 +26,6 @@ def whole_row(values_T: Tensor, length: int, context: Axis) -> Tensor:
     """
     if context.size > 1:
         joined, total = join_tokens(values_T, context), len(values_T) * context.size
-        layout = ContextLayout(size=context.size, num_rows=1, row_length=total, document_lengths=(total,))
+        layout = ContextLayout.even(size=context.size, num_rows=1, row_length=total, document_lengths=(total,))
         values_T = torch.cat([joined[span.start : span.stop] for span in layout.plain_order()])
     return values_T[:length]

@@ -55,7 +55,7 @@ class Case:
     @property
     def layout(self) -> ContextLayout:
         rows, length, documents = SHAPES[self.shape]
-        return ContextLayout(size=self.size, num_rows=rows, row_length=length, document_lengths=documents)
+        return ContextLayout.even(size=self.size, num_rows=rows, row_length=length, document_lengths=documents)
 
     @property
     def documents(self) -> Documents:

@@ -117,7 +117,7 @@ def test_gated_norm_is_transformers() -> None:
 
 
 def test_pieces_of_context_ranks_hold_each_token_once() -> None:
-    layout = ContextLayout(size=3, num_rows=2, row_length=25, document_lengths=(7, 18, 1, 2, 22))
+    layout = ContextLayout.even(size=3, num_rows=2, row_length=25, document_lengths=(7, 18, 1, 2, 22))
     ranks = [Pieces.of_context(layout, rank, CPU) for rank in range(3)]
     assert [one.num_tokens for one in ranks] == [layout.tokens_on(rank) for rank in range(3)]
     assert all(one.chains == ranks[0].chains for one in ranks)

@@ -13,7 +13,7 @@ BF16 = 2
 
 
 def _one_document(size: int, length: int) -> ContextLayout:
-    return ContextLayout(size=size, num_rows=1, row_length=length, document_lengths=(length,))
+    return ContextLayout.even(size=size, num_rows=1, row_length=length, document_lengths=(length,))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -38,7 +38,7 @@ def test_ring_sends_only_what_crosses():
 
     Rank 0's keys 0-3 are seen by rank 1's queries 4, 5; rank 1's keys 6-11 by rank 0's queries 12-15.
     """
-    layout = ContextLayout(size=2, num_rows=1, row_length=16, document_lengths=(6, 10))
+    layout = ContextLayout.even(size=2, num_rows=1, row_length=16, document_lengths=(6, 10))
     found = bytes_on_the_wire("ring", layout, num_heads=4, num_kv_heads=3, head_dim=10, itemsize=4)
     row = 2 * 3 * 10 * 4
     assert found.forward == (4 * row, 6 * row)
@@ -46,7 +46,7 @@ def test_ring_sends_only_what_crosses():
 
 
 def test_ring_sends_nothing_for_documents_within_chunks():
-    layout = ContextLayout(size=4, num_rows=1, row_length=64, document_lengths=(8,) * 8)
+    layout = ContextLayout.even(size=4, num_rows=1, row_length=64, document_lengths=(8,) * 8)
     found = bytes_on_the_wire("ring", layout, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
     assert found.forward == found.backward == (0,) * 4
 

@@ -16,15 +16,13 @@ from engine.zigzag import Block, ContextLayout, Span, make_plan, merged, rank_co
 @st.composite
 def layouts(draw: st.DrawFn) -> ContextLayout:
     """Any number of ranks, rows and documents, most of which divide by nothing."""
-    row_length, num_rows = draw(st.integers(1, 40)), draw(st.integers(1, 3))
+    row_lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     lengths: list[int] = []
-    for _ in range(num_rows):
+    for row_length in row_lengths:
         borders = draw(st.lists(st.integers(1, row_length - 1), max_size=6)) if row_length > 1 else []
         edges = [0, *sorted(set(borders)), row_length]
         lengths += [end - start for start, end in pairwise(edges)]
-    return ContextLayout(
-        size=draw(st.integers(1, 6)), num_rows=num_rows, row_length=row_length, document_lengths=tuple(lengths)
-    )
+    return ContextLayout(size=draw(st.integers(1, 6)), row_lengths=tuple(row_lengths), document_lengths=tuple(lengths))
 
 
 def _allowed(layout: ContextLayout) -> Tensor:
@@ -35,11 +33,14 @@ def _allowed(layout: ContextLayout) -> Tensor:
 
 def _held(layout: ContextLayout, rank: int) -> Tensor:
     """Plain flat places of the tokens on `rank`, in its own order, by the definition of the zig-zag."""
-    cuts = [place * layout.row_length // (2 * layout.size) for place in range(2 * layout.size + 1)]
-    columns = [column for chunk in (rank, 2 * layout.size - 1 - rank) for column in range(cuts[chunk], cuts[chunk + 1])]
-    return torch.tensor(
-        [row * layout.row_length + column for row in range(layout.num_rows) for column in columns], dtype=torch.long
-    )
+    found: list[int] = []
+    first = 0
+    for length in layout.row_lengths:
+        cuts = [first + place * length // (2 * layout.size) for place in range(2 * layout.size + 1)]
+        for chunk in (rank, 2 * layout.size - 1 - rank):
+            found += range(cuts[chunk], cuts[chunk + 1])
+        first += length
+    return torch.tensor(found, dtype=torch.long)
 
 
 def _num_pairs(block: Block) -> int:
@@ -115,7 +116,7 @@ def test_columns_by_hand():
 
 def test_blocks_by_hand():
     """Row of 16 on 2 ranks: rank 0 holds columns 0-3 and 12-15, rank 1 holds 4-11; documents 0-5, 6-15."""
-    layout = ContextLayout(size=2, num_rows=1, row_length=16, document_lengths=(6, 10))
+    layout = ContextLayout.even(size=2, num_rows=1, row_length=16, document_lengths=(6, 10))
     assert layout.blocks(0, 0) == (((0, 4), (0, 4), True), ((4, 8), (4, 8), True))
     assert layout.blocks(1, 1) == (((0, 2), (0, 2), True), ((2, 8), (2, 8), True))
     assert layout.blocks(1, 0) == (((0, 2), (0, 4), False),)
@@ -123,7 +124,7 @@ def test_blocks_by_hand():
 
 
 def test_documents_within_a_chunk_need_nobody():
-    layout = ContextLayout(size=4, num_rows=2, row_length=64, document_lengths=(8,) * 16)
+    layout = ContextLayout.even(size=4, num_rows=2, row_length=64, document_lengths=(8,) * 16)
     for rank in range(4):
         plan = make_plan(layout, rank)
         assert [len(step.blocks) for step in plan.steps] == [4, 0, 0, 0]
@@ -133,7 +134,7 @@ def test_documents_within_a_chunk_need_nobody():
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("row_length", [4096, 4099])
 def test_long_rows_cost_the_same_everywhere(size: int, row_length: int):
-    layout = ContextLayout(size=size, num_rows=2, row_length=row_length, document_lengths=(row_length,) * 2)
+    layout = ContextLayout.even(size=size, num_rows=2, row_length=row_length, document_lengths=(row_length,) * 2)
     work = [
         sum(_num_pairs(block) for other in range(size) for block in layout.blocks(rank, other)) for rank in range(size)
     ]
@@ -148,4 +149,4 @@ def test_merging():
 @pytest.mark.parametrize("lengths", [(5, 7), (4, 4, 4, 5), (3, 9)])
 def test_documents_that_do_not_fit_rows_are_a_defect(lengths: tuple[int, ...]):
     with pytest.raises(AssertionError):
-        ContextLayout(size=2, num_rows=2, row_length=6, document_lengths=lengths)
+        ContextLayout.even(size=2, num_rows=2, row_length=6, document_lengths=lengths)

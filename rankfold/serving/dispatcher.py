@@ -1,5 +1,4 @@
-"""Executes commands: a model's in the order of their numbers, the oldest that is ready first, and with it others that
-can be executed in the same passes."""
+"""Executes commands: a model's in the order of their numbers, and of all that are ready those of whom has had least."""
 
 from __future__ import annotations
 
@@ -9,10 +8,8 @@ import threading
 from collections.abc import Callable
 
 from rankfold.serving.exchange import Backend, BackendLost, Outcome, Task, failure
+from rankfold.serving.fair_queue import FairQueue, Waiting, tokens_of
 from rankfold.serving.journal import Command, Journal, Status
-
-_TOGETHER = 64
-"""Samples that are executed together, at most."""
 
 
 class Dispatcher:
@@ -35,7 +32,9 @@ class Dispatcher:
     ) -> None:
         self._journal, self._backend, self._finished, self._lost = journal, backend, finished, lost
         self._changed = threading.Condition()
-        self._waiting: dict[str, Command] = {}
+        self._queue = FairQueue(lambda model, seq: self._next[model] == seq)
+        self._tokens: dict[str, int] = {}
+        """Of each key's commands that are not executed yet."""
         self._next: dict[str, int] = {}
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
@@ -56,7 +55,7 @@ class Dispatcher:
             if (
                 known is not None and known.status == "waiting"
             ):  # it was executed, and the process ended before it said so
-                self._note(known, restored.outcome)
+                self._write(known, restored.outcome)
             for command in self._journal.since(model.id, restored.seq):
                 if command.kind == "forward_backward" and command.status == "done" and command.body is not None:
                     self._backend.execute([self._task(command)])
@@ -78,7 +77,11 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """The number of commands that are not executed yet."""
-        return len(self._waiting)
+        return len(self._queue)
+
+    def num_tokens(self, owner: str) -> int:
+        """Returns the tokens of a key's commands that are not executed yet."""
+        return self._tokens.get(owner, 0)
 
     def add(self, request: str) -> None:
         """Takes a command of the journal."""
@@ -91,67 +94,62 @@ class Dispatcher:
     def cancel(self, request: str) -> None:
         """Takes a sample back, unless it is being executed or was."""
         with self._changed:
-            command = self._waiting.get(request)
-            if command is None or command.kind != "asample":
+            waiting = self._queue.find(request)
+            if waiting is None or waiting.command.kind != "asample":
                 return
-            del self._waiting[request]
-        self._note(command, failure(request, "the client cancelled the request."))
+            self._queue.remove(request)
+        self._note(waiting, failure(request, "the client cancelled the request."))
 
     def _add(self, command: Command) -> None:
-        self._waiting[command.request] = command
+        assert command.body is not None
         if command.seq is not None and command.target not in self._next:
             self._next[command.target] = self._journal.last_executed(command.target) + 1
+        tokens = tokens_of(command.kind, command.body, self._backend.context)
+        self._queue.add(Waiting(command=command, tokens=tokens, weights=self._weights(command)))
+        self._tokens[command.owner] = self._tokens.get(command.owner, 0) + tokens
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._ends and not (group := self._group()):
+                while not self._ends and not (group := self._queue.take()):
                     self._changed.wait()
                 if self._ends:
                     return
-                for command in group:
-                    del self._waiting[command.request]
+            gone = [one for one in group if self._is_gone(one.command)]
+            for one in gone:
+                self._note(one, failure(one.command.request, f"model {one.command.target} is not there any more."))
+            group = [one for one in group if one not in gone]
+            if not group:
+                continue
             try:
-                outcomes = self._backend.execute([self._task(command) for command in group])
+                outcomes = self._backend.execute([self._task(one.command) for one in group])
             except BackendLost as loss:
                 self._lost(str(loss))
                 return
-            for command, outcome in zip(group, outcomes, strict=True):
-                self._note(command, outcome)
+            for one, outcome in zip(group, outcomes, strict=True):
+                self._note(one, outcome)
 
-    def _group(self) -> list[Command]:
-        """Returns the oldest command that is ready, and others that are executed with it."""
-        ready = [command for command in self._waiting.values() if self._is_ready(command)]
-        if not ready:
-            return []
-        first = min(ready, key=lambda command: command.number)
-        if first.kind == "forward_backward":
-            return [command for command in ready if command.kind == first.kind]
-        if first.kind == "asample":
-            same = [one for one in ready if one.kind == first.kind and self._weights(one) == self._weights(first)]
-            return sorted(same, key=lambda one: one.number)[:_TOGETHER]
-        return [first]
+    def _is_gone(self, command: Command) -> bool:
+        """Returns whether the model that a command asks something of was unloaded, or could not be made."""
+        return command.kind != "asample" and self._journal.model_state(command.target) in ("unloaded", "failed")
 
-    def _is_ready(self, command: Command) -> bool:
-        if command.seq is not None:
-            return command.seq == self._next[command.target]
-        if command.kind == "unload_model":  # after all that came before it
-            return not any(
-                one.target == command.target and one.number < command.number for one in self._waiting.values()
-            )
-        return True
-
-    def _weights(self, command: Command) -> str | None:
-        found = self._journal.sampler(command.target)
-        return None if found is None else found[0]
+    def _weights(self, command: Command) -> str:
+        """Returns what an asample reads: a path, or "" for the base."""
+        found = self._journal.sampler(command.target) if command.kind == "asample" else None
+        return "" if found is None else found[0] or ""
 
     def _task(self, command: Command) -> Task:
         assert command.body is not None
-        target = (self._weights(command) or "") if command.kind == "asample" else command.target
+        target = self._weights(command) if command.kind == "asample" else command.target
         return Task(request=command.request, kind=command.kind, target=target, seq=command.seq or 0, body=command.body)
 
-    def _note(self, command: Command, outcome: Outcome) -> None:
+    def _note(self, waiting: Waiting, outcome: Outcome) -> None:
         """Writes a result down, and then says that it is there."""
+        with self._changed:
+            self._tokens[waiting.command.owner] -= waiting.tokens
+        self._write(waiting.command, outcome)
+
+    def _write(self, command: Command, outcome: Outcome) -> None:
         journal, model = self._journal, command.target
         if outcome.adapter is not None:
             journal.set_model(model, "live", json.dumps(dataclasses.asdict(outcome.adapter)))

@@ -51,6 +51,7 @@ class Command:
     Args:
         number: in the order of arrival.
         request: its name, under which the result is asked for.
+        owner: the key that asks.
         target: the model, or the sampler.
         seq: its place among the commands of a model; None where it has none.
         kind: what it is.
@@ -61,6 +62,7 @@ class Command:
 
     number: int
     request: str
+    owner: str
     target: str
     seq: int | None
     kind: str
@@ -211,7 +213,7 @@ class Journal:
         return -1 if seq is None else int(seq)
 
     def _commands(self, where: str, values: Sequence[object]) -> list[Command]:
-        columns = "number, request, target, seq, kind, body, status, type, result"
+        columns = "number, request, owner, target, seq, kind, body, status, type, result"
         with self._lock:
             rows = self._base.execute(
                 f"SELECT {columns} FROM commands WHERE {where} ORDER BY number", tuple(values)
@@ -258,6 +260,12 @@ class Journal:
                 "SELECT id, session, adapter, state FROM models WHERE id = ? AND owner = ?", (model, owner)
             ).fetchone()
         return None if row is None else Model(id=row[0], session=row[1], adapter=row[2], state=row[3])
+
+    def model_state(self, model: str) -> str | None:
+        """Returns the state of a model; None where there is none of that name."""
+        with self._lock:
+            row = self._base.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
+        return None if row is None else str(row[0])
 
     def count_models(self, owner: str) -> int:
         """Returns how many models of an owner are live or yet to be made."""

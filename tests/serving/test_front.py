@@ -185,6 +185,26 @@ def test_what_can_share_passes_is_executed_together(tmp_path: Path) -> None:
     served(tmp_path, use)
 
 
+def test_commands_of_a_model_that_is_gone_fail(tmp_path: Path) -> None:
+    async def use(server: Served) -> None:
+        session = await server.session()
+        server.backend.goes.clear()
+        body: dict[str, Any] = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        body |= {"lora_config": {"rank": 4}, "user_metadata": {"then": "refuse"}}
+        made = (await server.ask("create_model", body)).json["model_id"]
+        other = (await server.create(session, 1)).json["model_id"]
+        await server.ask("optim_step", adam(made, 1))
+        await server.ask("unload_model", {"model_id": other})
+        await server.ask("optim_step", adam(other, 2))
+        await server.ask("optim_step", adam(other, 1))
+        server.backend.goes.set()
+        for name in (f"{made}:1", f"{other}:1", f"{other}:2"):
+            assert "is not there any more" in (await server.result(name)).json["error"], name
+        assert server.backend.names == [f"{made}:0", f"{other}:0", f"{other}:unload"]
+
+    served(tmp_path, use)
+
+
 def test_another_key_sees_nothing(tmp_path: Path) -> None:
     async def use(server: Served) -> None:
         session = await server.session()

@@ -1,6 +1,8 @@
 """Serves a model to clients that train and sample adapters on it, by the protocol of the Tinker SDK.
 
 rankfold serve --model HF_DIR --port 8000
+rankfold serve --model HF_DIR --tensor 2 --pipeline 2    # on four devices of this machine
+torchrun --nnodes 2 --nproc-per-node 8 ... -m rankfold serve --model HF_DIR --tensor 8    # on two machines
 
 Clients need the address and a key: TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=KEY python recipe.py. The keys
 are those in RANKFOLD_SERVE_KEYS, separated by commas, or one that is printed at the start. What was acknowledged is in
@@ -9,21 +11,33 @@ the folder --state: a server that was ended, in whatever way, goes on from there
 
 from __future__ import annotations
 
+import argparse
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 from engine.choices import BASE_DTYPES
-from engine.config.command_line import CommandLine
-from engine.config.model import DTYPES, KERNELS
+from engine.config.command_line import CommandLine, named_as
+from engine.config.lora import LoraOptions
+from engine.config.model import DTYPES, KERNELS, ModelOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_expert_layout, check_layout
+from engine.config.run import RunConfig
 from engine.config.units import read_length
 from engine.errors import UserError
 
 _KEYS = "RANKFOLD_SERVE_KEYS"
+STANDS_FOR = {
+    "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
+    "model.kernels": "--kernels", "parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline",
+    "parallel.context": "--context", "parallel.expert": "--expert",
+}  # fmt: skip
+"""Option of a run -> the flag; see `engine.config.command_line`."""
 
 
 def build_parser() -> CommandLine:
     """Returns the parser with all options."""
-    parser = CommandLine(description=__doc__)
+    parser = CommandLine(description=__doc__, stands_for=STANDS_FOR)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a partitioned base")
     parser.add_argument("--name", help="name of the base that clients give beside its folder (default: none)")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
@@ -42,11 +56,52 @@ def build_parser() -> CommandLine:
     )
     parser.add_argument("--slots", type=int, default=16, help="completions sampled at a time (default 16)")
     parser.add_argument("--models", type=int, default=16, help="models that one key may have at a time (default 16)")
+    layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")
+    layout.add_argument("--tensor", type=int, default=1, help="ranks that share each layer (default 1)")
+    layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
+    layout.add_argument("--context", type=int, default=1, help="ranks that share each row of tokens (default 1)")
+    layout.add_argument(
+        "--data", type=int, help="copies of the model, which share the rows (default 1; under torchrun all ranks left)"
+    )
+    layout.add_argument(
+        "--expert", type=int, default=1, help="ranks over which the experts of a mixture are divided (default 1)"
+    )
     return parser
 
 
 def main() -> None:
     arguments = build_parser().parse_args()
+    with named_as(STANDS_FOR):
+        _serve(arguments)
+
+
+def _layout(arguments: argparse.Namespace) -> tuple[ParallelOptions, int]:
+    """Returns the layout, and its number of ranks.
+
+    Raises:
+        UserError: there can be no such layout, or torchrun has started another number of ranks.
+    """
+    parallel = ParallelOptions(
+        tensor=arguments.tensor, pipeline=arguments.pipeline, context=arguments.context, expert=arguments.expert
+    )
+    if arguments.data is not None and arguments.data < 1:
+        raise UserError(f"--data is {arguments.data}, but 1 or more is expected: change it.")
+    ranks = parallel.model_parallel_size * (arguments.data or 1)
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if started:
+        if arguments.data is not None and ranks != started:
+            raise UserError(
+                f"the layout has {ranks} ranks, but torchrun has started {started}: leave --data out, or change "
+                "--nproc-per-node."
+            )
+        ranks = started
+    config = RunConfig(model=ModelOptions(path=str(arguments.model)), lora=LoraOptions(rank=1), parallel=parallel)
+    check_layout(config, ranks)
+    check_expert_layout(config, ranks)
+    return parallel, ranks
+
+
+def _serve(arguments: argparse.Namespace) -> None:
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise UserError(f"rankfold serve needs {package}, which is not installed: pip install 'rankfold[serve]'.")
@@ -56,10 +111,12 @@ def main() -> None:
             raise UserError(f"--{name} is {value}, but {low} to {high} is expected: change it.")
     from engine.runtime.secrets import secret, take_secret
     from rankfold.serving.exchange import ServedModel
+    from rankfold.serving.folder import ServerFolder
     from rankfold.serving.server import Address, run_server
     from rankfold.serving.service import Limits
 
     take_secret(_KEYS)
+    parallel, ranks = _layout(arguments)
     names = [one for one in (arguments.name, str(arguments.model)) if one is not None]
     model = ServedModel(
         path=arguments.model,
@@ -68,7 +125,13 @@ def main() -> None:
         kernels=arguments.kernels,
         tokens=arguments.tokens,
         slots=arguments.slots,
+        parallel=parallel,
+        ranks=ranks,
     )
+    if os.environ.get("RANK", "0") != "0":
+        from rankfold.serving.rank_process import follow
+
+        return follow(model, ServerFolder(arguments.state, makes=False))
     run_server(
         model,
         arguments.state,

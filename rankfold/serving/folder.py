@@ -25,11 +25,12 @@ class ServerFolder:
 
     Args:
         root: its path; made where it is not there.
+        makes: false on a machine that has no files of the server.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, makes: bool = True) -> None:
         self.root = root
-        for name in ("models", "weights", "sampler_weights"):
+        for name in ("models", "weights", "sampler_weights") if makes else ():
             (root / name).mkdir(parents=True, exist_ok=True)
 
     @property

@@ -1,42 +1,62 @@
-"""The process that has the model, and the front's end of it. The front itself imports no torch."""
+"""The processes that have the model, one a rank, and the front's end of them. The front itself imports no torch."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import sys
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from engine.errors import UserError
-from engine.telemetry.ending import end_with_parent
 from rankfold.serving.exchange import BackendLost, Outcome, Restored, ServedModel, Task
 from rankfold.serving.folder import ServerFolder
+from rankfold.serving.rank_process import AFTER_ANOTHER, ANSWER, REFUSAL, work
 
-_LOST = "the process that has the model has ended, and said why above: start the server again, which goes on from there"
+_AGAIN = "start the server again, which goes on from there"
+_CAUSE_SECONDS = 5.0
+"""How long a rank that ends as another is gone waits for that one to be found."""
 
 
 class ModelProcess:
-    """A backend in a process of its own; see `rankfold.serving.exchange.Backend`.
+    """A backend in processes of its own; see `rankfold.serving.exchange.Backend`.
+
+    Starts all ranks on this machine, or under torchrun the one that is this process's.
 
     Args:
         model: which one.
         folder: of the server.
 
     Raises:
-        UserError: what the process refused.
-        BackendLost: it has ended.
+        UserError: what a rank refused.
+        BackendLost: one has ended.
     """
 
     def __init__(self, model: ServedModel, folder: ServerFolder) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_work, args=(other, os.getpid(), model, folder), daemon=True)
-        self._process.start()
-        other.close()
-        self.context: int = self._answer()
+        under_torchrun = "WORLD_SIZE" in os.environ
+        self._num_ranks = model.ranks
+        self._asking = threading.Lock()
+        self._loss: str | None = None
+        self._closing = False
+        self._connections: list[Connection] = []
+        self._processes = []
+        port = None if under_torchrun or model.ranks == 1 else _free_port()
+        for rank in range(1 if under_torchrun else model.ranks):
+            connection, other = context.Pipe()
+            environment = {} if port is None else _environment(rank, model.ranks, port)
+            process = context.Process(
+                target=work, args=(other, os.getpid(), environment, model, folder), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            other.close()
+            self._connections.append(connection)
+            self._processes.append(process)
+        with self._asking:
+            self.context: int = self._answer()
 
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
@@ -51,44 +71,104 @@ class ModelProcess:
             raise BackendLost(str(error)) from None
         return found
 
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Calls `lost` with a sentence, in a thread, when a rank ends that nobody has ended."""
+
+        def look() -> None:
+            wait([process.sentinel for process in self._processes])
+            with self._asking:  # else who asked finds out, and may be told more
+                if not self._closing:
+                    lost(self._find_loss())
+
+        threading.Thread(target=look, name="ranks", daemon=True).start()
+
     def close(self) -> None:
-        """Ends the process, after what it is executing."""
-        self._connection.close()
-        self._process.join()
+        """Ends the ranks, after what they are executing."""
+        self._closing = True
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join()
 
     def _ask(self, name: str, *args: object) -> Any:
-        try:
-            self._connection.send((name, args))
-        except OSError:
-            raise BackendLost(_LOST) from None
-        return self._answer()
+        with self._asking:
+            try:
+                self._connections[0].send((name, args))
+            except OSError:
+                raise BackendLost(self._find_loss()) from None
+            return self._answer()
 
     def _answer(self) -> Any:
-        try:
-            good, found = self._connection.recv()
-        except (EOFError, OSError):
-            raise BackendLost(_LOST) from None
-        if not good:
-            raise UserError(found)
-        return found
-
-
-def _work(connection: Connection, parent: int, model: ServedModel, folder: ServerFolder) -> None:
-    end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front ends this process
-    from engine.runtime.launch import start
-    from engine.telemetry.log import Log
-    from rankfold.serving.tenant_backend import TenantBackend
-
-    sys.stdout = sys.stderr  # the front's own lines are all that is on standard output
-    try:
-        backend = TenantBackend(model, folder, start(600.0, deterministic=False), Log(0))
-        backend.open_tokenizer()
-        connection.send((True, backend.context))
+        heard = list(self._connections)
         while True:
-            name, args = connection.recv()
-            connection.send((True, getattr(backend, name)(*args)))
-    except EOFError:
-        return
-    except UserError as error:
-        connection.send((False, str(error)))
+            sentinels = [process.sentinel for process in self._processes]
+            ready = wait([*heard, *sentinels])
+            for connection in [one for one in heard if one in ready]:
+                try:
+                    kind, found = connection.recv()
+                except (EOFError, OSError):  # it is ending
+                    heard.remove(connection)
+                    continue
+                if kind == ANSWER:
+                    return found
+                if kind == REFUSAL:
+                    self._loss = self._loss or found
+                    self._end_ranks()
+                    raise UserError(found)
+                raise BackendLost(self._find_loss(found))
+            if any(one in ready for one in sentinels):
+                raise BackendLost(self._find_loss())
+
+    def _find_loss(self, otherwise: str | None = None) -> str:
+        """Ends what is left of the ranks; returns the sentence about the one that ended first.
+
+        Args:
+            otherwise: the sentence of a rank that lost another, where none is found to have ended.
+        """
+        if self._loss is None:
+            first = self._first_ended()
+            self._loss = f"{otherwise or 'the ranks of the model do not answer'}: {_AGAIN}"
+            if first is not None:
+                rank, status = first
+                who = "the process that has the model" if self._num_ranks == 1 else f"rank {rank} of the model"
+                how = f"was killed by signal {-status}" if status < 0 else "has ended, and said why above"
+                self._loss = f"{who} {how}: {_AGAIN}"
+            self._end_ranks()
+        return self._loss
+
+    def _end_ranks(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _first_ended(self) -> tuple[int, int] | None:
+        """Returns a rank that ended of itself, and its exit status; None where none is found."""
+        ends = time.monotonic() + _CAUSE_SECONDS
+        while True:
+            for rank, process in enumerate(self._processes):
+                if (status := process.exitcode) not in (None, AFTER_ANOTHER):
+                    return rank, int(status or 0)
+            left = [process.sentinel for process in self._processes if process.exitcode is None]
+            if not left or time.monotonic() > ends:
+                return None
+            wait(left, timeout=0.2)
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Returns the variables that make a process of this machine a rank; see `engine.runtime.launch`."""
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+        return port

@@ -14,10 +14,11 @@ import uvicorn
 
 from engine.errors import UserError
 from rankfold.serving.dispatcher import Dispatcher
-from rankfold.serving.exchange import Backend, BackendLost, ServedModel
+from rankfold.serving.exchange import BackendLost, ServedModel
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.front import Front
 from rankfold.serving.journal import Journal
+from rankfold.serving.model_process import ModelProcess
 from rankfold.serving.service import Limits, Service
 
 _KEY = "tml-"
@@ -85,7 +86,7 @@ def listen(address: Address) -> socket.socket:
     return listening
 
 
-def serve(backend: Backend, service: Service, listening: socket.socket) -> str | None:
+def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> str | None:
     """Answers until the process is told to end, or the backend is lost.
 
     Returns:
@@ -100,6 +101,7 @@ def serve(backend: Backend, service: Service, listening: socket.socket) -> str |
         lost.append(sentence)
         server.should_exit = True
 
+    backend.watch(on_lost)
     dispatcher = Dispatcher(service.journal, backend, finished=front.finished, lost=on_lost)
     dispatcher.restore()
     service.dispatcher = dispatcher
@@ -125,8 +127,6 @@ def run_server(
     Raises:
         UserError: the model, the keys or the folder cannot be used.
     """
-    from rankfold.serving.model_process import ModelProcess
-
     known, made = read_keys(keys)
     listening = listen(address)
     folder = ServerFolder(state)

@@ -67,7 +67,7 @@ class TenantBackend:
 
     def __init__(self, options: ServedModel, folder: ServerFolder, launch: Launch, log: Log) -> None:
         self._options, self._folder = options, folder
-        self._ranks = Ranks(launch.rank, launch.world_size)
+        self.ranks = Ranks(launch.rank, launch.world_size)
         self._tenants = Tenants(self._config(None), launch, log, tokens=options.tokens)
         self._decoder = self._tenants.base.source.model.decoder
         self.context = context_limit(self._decoder)
@@ -75,8 +75,8 @@ class TenantBackend:
         self._losses: dict[str, ClientLoss] = {}
         self._readers: dict[Adapter, tuple[int, Path | None]] = {}
         """Tenants that sample saved weights: one of each kind of adapter, and the file that it has."""
-        self._spread = Spread(self._tenants.base, options.parallel, self._ranks, options.tokens)
-        self._sampler = Sampler(options.path, self._ranks, slots=options.slots, context=self.context)
+        self._spread = Spread(self._tenants.base, options.parallel, self.ranks, options.tokens)
+        self._sampler = Sampler(options.path, self.ranks, slots=options.slots, context=self.context)
 
     def open_tokenizer(self) -> None:
         """Opens the tokenizer, which samples need.
@@ -89,11 +89,11 @@ class TenantBackend:
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
         path = self._folder.model(model)
-        written = self._ranks.decided(lambda: read_written(path))
+        written = self.ranks.decided(lambda: read_written(path))
         if written is None:
             return None
         self._add(model, written.adapter)
-        read_adapter(path, self._training(model), self._ranks, written, optimizer=True)
+        read_adapter(path, self._training(model), self.ranks, written, optimizer=True)
         answer = success(written.request, json.loads(written.answer), written.adapter)
         return Restored(seq=written.seq, outcome=answer)
 
@@ -153,7 +153,7 @@ class TenantBackend:
         write_adapter(
             self._folder.model(task.target),
             self._training(task.target),
-            self._ranks,
+            self.ranks,
             self._models[task.target][1],
             request=task.request,
             seq=task.seq,
@@ -200,7 +200,7 @@ class TenantBackend:
         self, task: Task, request: ForwardBackward, logps: Sequence[Tensor], loss: float, *, keeps: bool = False
     ) -> Outcome:
         """Returns the outcome of a task, whose answer rank 0 alone has."""
-        body = forward_backward_answer(request, logps, {"loss:sum": loss}) if self._ranks.is_first else b""
+        body = forward_backward_answer(request, logps, {"loss:sum": loss}) if self.ranks.is_first else b""
         return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps)
 
     def _step(self, task: Task) -> Outcome:
@@ -244,24 +244,24 @@ class TenantBackend:
             for old in self._folder.old_unnamed(task.target):
                 old.unlink(missing_ok=True)
 
-        self._ranks.decided(make_way)
+        self.ranks.decided(make_way)
         write_adapter(
             path,
             self._training(task.target),
-            self._ranks,
+            self.ranks,
             self._models[task.target][1],
             request=task.request,
             seq=task.seq,
             answer=json.dumps(answer),
             expires=read_expiry(request),
         )
-        self._ranks.decided(forget)
+        self.ranks.decided(forget)
         return success(task.request, answer)
 
     def _load(self, task: Task) -> Outcome:
         request = read_json(task.body)
         saved, optimizer = read_path(request.get("path")), request.get("optimizer") is True
-        path, written = self._ranks.decided(lambda: self._saved(saved))
+        path, written = self.ranks.decided(lambda: self._saved(saved))
         made = task.target not in self._models
         if made:
             self._add(task.target, written.adapter)
@@ -271,7 +271,7 @@ class TenantBackend:
                 f"{saved} has rank {written.adapter.rank}, and other linears or another rank than this model, which "
                 f"has {adapter.rank}: load it into a model that is created from it."
             )
-        read_adapter(path, self._training(task.target), self._ranks, written, optimizer=optimizer)
+        read_adapter(path, self._training(task.target), self.ranks, written, optimizer=optimizer)
         answer: dict[str, object] = {"path": str(saved), "model_id": task.target, "type": "load_weights"}
         self._write(task, answer)
         return success(task.request, answer, adapter if made else None)
@@ -290,7 +290,7 @@ class TenantBackend:
         number, _ = self._models.pop(task.target)
         del self._losses[task.target]
         self._tenants.remove(number)
-        self._ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
+        self.ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
         return success(task.request, {"model_id": task.target, "type": "unload_model"})
 
     def _sample(self, tasks: Sequence[Task]) -> list[Outcome]:
@@ -311,7 +311,7 @@ class TenantBackend:
         scores = self._prompt_scores(training, requests)
         for name in requests:
             fields = {"sequences": answers.get(name), "prompt_logprobs": scores.get(name)}
-            body = encode("SampleResponse", fields) if self._ranks.is_first else b""
+            body = encode("SampleResponse", fields) if self.ranks.is_first else b""
             outcomes[name] = Outcome(request=name, good=True, type=PROTOBUF, body=body)
         return [outcomes[task.request] for task in tasks]
 
@@ -324,14 +324,14 @@ class TenantBackend:
         if not target:
             return self._tenants.base
         saved = read_path(target)
-        path, written = self._ranks.decided(lambda: self._saved(saved))
+        path, written = self.ranks.decided(lambda: self._saved(saved))
         kind = replace(written.adapter, seed=0)
         number, has = self._readers.get(kind, (None, None))
         if number is None:
             number = self._tenants.add(self._config(kind), ClientLoss())
         if has != path:
             self._readers[kind] = number, None
-            read_adapter(path, self._tenants[number], self._ranks, written, optimizer=False)
+            read_adapter(path, self._tenants[number], self.ranks, written, optimizer=False)
             self._readers[kind] = number, path
         return self._tenants[number]
 
@@ -345,7 +345,7 @@ class TenantBackend:
             logps = self._spread.log_probabilities(training, self._spread.prompts(prompts))
             found = self._spread.gathered({"": logps})[""]
         answers = {}
-        for name, request in scored.items() if self._ranks.is_first else ():
+        for name, request in scored.items() if self.ranks.is_first else ():
             scores = np.full(len(request.prompt), np.nan, np.float32)
             if len(scores) > 1:
                 scores[1:] = found.pop(0).numpy()

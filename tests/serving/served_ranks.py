@@ -1,0 +1,135 @@
+"""Clients of a backend over several ranks, and what becomes of their adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from engine.config.parallel import ParallelOptions
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from rankfold.serving.exchange import Outcome, ServedModel, Task
+from rankfold.serving.folder import ServerFolder
+from rankfold.serving.tenant_backend import TenantBackend
+from tests.serving.bodies import adam, forward_backward, random_datum, read_output, read_samples, sample
+from tests.tenants.test_shared_base import SMALLER
+
+
+class Client(NamedTuple):
+    """A model of a client, and the loss that it trains with."""
+
+    lora: Mapping[str, Any]
+    loss: str
+    numbers: Mapping[str, Any] = {}
+
+
+CLIENTS = {
+    "s:train:0": Client({"rank": 1, "seed": 3}, "cross_entropy"),
+    "s:train:1": Client({"rank": 4, "seed": 9, "train_unembed": False}, "importance_sampling"),
+    "s:train:2": Client({"rank": 8, "seed": 5, "train_mlp": False}, "ppo", {"clip_low_threshold": 0.9}),
+    "s:train:3": Client({"rank": 16, "seed": 6, "train_attn": False, "train_unembed": False}, "gspo"),
+    "s:train:4": Client({"rank": 64, "seed": 7}, "dro", {"beta": 0.1}),
+}
+"""Five models with ranks, parts, seeds and losses of their own."""
+
+
+class Layout(NamedTuple):
+    """Ranks, options of `parallel`, and further ones of the model."""
+
+    world: int
+    parallel: Mapping[str, Any]
+    model: Mapping[str, Any] = {}
+
+
+class Served:
+    """This rank's backend."""
+
+    def __init__(self, base: Path, state: Path, layout: Layout) -> None:
+        launch = Launch(rank=0, world_size=1, device=torch.device("cpu"))
+        if dist.is_initialized():
+            launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
+        model = ServedModel(
+            path=base,
+            dtype="float32",
+            tokens=40,
+            slots=4,
+            parallel=ParallelOptions(**layout.parallel),
+            ranks=layout.world,
+            **layout.model,
+        )
+        self.backend = TenantBackend(model, ServerFolder(state), launch, Log(1))
+        self.seq = dict.fromkeys(CLIENTS, 0)
+        self.answers: list[Any] = []
+
+    def do(self, kind: str, bodies: Mapping[str, bytes]) -> list[Outcome]:
+        """Executes a command of some models at once."""
+        tasks = []
+        for model, body in bodies.items():
+            seq = self.seq[model]
+            tasks.append(Task(request=f"{model}:{seq}", kind=kind, target=model, seq=seq, body=body))
+            self.seq[model] += 1
+        outcomes = self.backend.execute(tasks)
+        assert all(one.good for one in outcomes), outcomes
+        return outcomes
+
+    def create(self, models: Sequence[str]) -> None:
+        for model in models:
+            self.do("create_model", {model: json.dumps({"lora_config": dict(CLIENTS[model].lora)}).encode()})
+
+    def steps(self, models: Sequence[str], steps: Sequence[int]) -> None:
+        """Takes steps of some models, whose rows are multiplied together."""
+        for step in steps:
+            found = self.do("forward_backward", {model: self._body(model, step) for model in models})
+            if self.backend.ranks.is_first:
+                self.answers += [read_output(one.body) for one in found]
+            for model in models:
+                self.do("optim_step", {model: adam(model, self.seq[model], learning_rate=1e-2, grad_clip_norm=0.5)})
+
+    def _body(self, model: str, step: int) -> bytes:
+        client, number = CLIENTS[model], int(model[-1])
+        more = {} if client.loss == "cross_entropy" else {"logprobs": -4.0, "advantages": 0.7}
+        lengths = (11, 25, 17, 3 + number)
+        data = [
+            random_datum(
+                one, 1000 * number + 10 * step + place, SMALLER["vocab_size"],
+                **{name: [value] * one for name, value in more.items()},
+            )
+            for place, one in enumerate(lengths)
+        ]  # fmt: skip
+        return forward_backward(model, self.seq[model], data, client.loss, **client.numbers)
+
+    def scored(self, model: str) -> Any:
+        """Returns samples of a model's weights as they are, with the scores of the prompt and those of training."""
+        body = json.dumps({"path": f"a{self.seq[model]}"}).encode()
+        (saved,) = self.do("save_weights_for_sampler", {model: body})
+        path = json.loads(saved.body)["path"]
+        body = sample("t", 0, [5, 6, 7], 3, max_tokens=6, seed=8, stop=[], prompt_logprobs=True)
+        task = Task(request="t:0", kind="asample", target=path, seq=0, body=body)
+        (outcome,) = self.backend.execute([task])
+        assert outcome.good, outcome
+        sequences, scores = read_samples(outcome.body) if self.backend.ranks.is_first else ([], [])
+        return sequences, scores
+
+
+def trained_in(base: Path, state: Path, layout: Layout, models: Sequence[str], steps: Sequence[int]) -> Any:
+    """Restores these models, or creates them where the folder has none, takes steps and samples."""
+    served = Served(base, state, layout)
+    for model in models:
+        restored = served.backend.restore(model)
+        if restored is None:
+            served.create([model])
+        else:
+            served.seq[model] = restored.seq + 1
+    served.steps(models, steps)
+    samples = [served.scored(model) for model in models]
+    if not served.backend.ranks.is_first:
+        return None
+    losses = [loss for loss, _ in served.answers]
+    logps = [torch.from_numpy(np.concatenate(own)) for _, own in served.answers]
+    return {"losses": losses, "logps": logps, "samples": samples}

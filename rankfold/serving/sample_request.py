@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import UserError
 from rankfold.serving.commands import flag_of, number_of, shown, whole_of
+from rankfold.serving.tensors import CELLS, read_json_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +26,11 @@ class Sample:
         stop_ids, stop_texts: what ends a completion.
         ends: whether the model's own end tokens do, too.
         prompt_logprobs: whether the prompt is scored; `last` of its tokens, None for all.
+        best_of_prompt, best_of_samples: how many of the most likely tokens are listed at each position.
+        targets: int64 [tokens of the prompt - 1, K], further tokens that are scored at each position of the prompt
+            after the first; -1 for none. None where there are none.
+        targets_layout: fields of a sparse tensor, which the scores have too; empty where they are dense.
+        alternatives: tokens that are drawn at each position of the prompt after the first.
     """
 
     prompt: tuple[int, ...]
@@ -36,6 +45,11 @@ class Sample:
     ends: bool
     prompt_logprobs: bool
     last: int | None
+    best_of_prompt: int = 0
+    best_of_samples: int = 0
+    targets: NDArray[np.int64] | None = None
+    targets_layout: Mapping[str, list[int]] = field(default_factory=dict)
+    alternatives: int = 0
 
 
 def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> Sample:
@@ -49,9 +63,6 @@ def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> S
     Raises:
         UserError: what it asks for is not there, or does not fit the model.
     """
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
-        if request.get(name):
-            raise UserError(f"{name} is set, but it is not computed here: leave it out.")
     if request.get("record_stability_info"):
         raise UserError(
             "record_stability_info is set for the loss stable_reinforce, which is not computed here: set loss_fn to "
@@ -74,6 +85,12 @@ def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> S
     stop_ids, stop_texts, ends = _stops(settings.get("stop"))
     scored = flag_of(request, "prompt_logprobs", False)
     last = request.get("prompt_logprobs_last_n")
+    if last is not None and not scored:
+        raise UserError(
+            "prompt_logprobs_last_n is set, but prompt_logprobs is not, of which it says how many: set both, or "
+            "neither."
+        )
+    targets, layout = _targets(request, len(prompt), vocab_size)
     return Sample(
         prompt=prompt,
         count=whole_of({"num_samples": 1, **request}, "num_samples", 1, 1024),
@@ -87,7 +104,42 @@ def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> S
         ends=ends,
         prompt_logprobs=scored,
         last=None if last is None else whole_of(request, "prompt_logprobs_last_n", 1, max(1, len(prompt) - 1)),
+        best_of_prompt=_width(request, "topk_prompt_logprobs", len(prompt), vocab_size),
+        best_of_samples=_width(request, "topk_sample_logprobs", max_tokens or room, vocab_size),
+        targets=targets,
+        targets_layout=layout,
+        alternatives=_width(request, "prompt_alt_tokens_k", len(prompt), CELLS),
     )
+
+
+def _width(request: Mapping[str, Any], name: str, positions: int, most: int) -> int:
+    """Returns how many tokens are asked for at each position."""
+    found = 0 if request.get(name) is None else whole_of(request, name, 0, most)
+    if found * positions > CELLS:
+        raise UserError(
+            f"{name} is {found}, for {positions} positions, but at most {CELLS} numbers are given together: set it to "
+            f"{CELLS // positions} or less."
+        )
+    return found
+
+
+def _targets(
+    request: Mapping[str, Any], length: int, vocab_size: int
+) -> tuple[NDArray[np.int64] | None, Mapping[str, list[int]]]:
+    if request.get("target_prompt_logprobs") is None:
+        return None, {}
+    found, layout = read_json_tensor("target_prompt_logprobs", request["target_prompt_logprobs"])
+    if len(found) != length - 1 or not (found >= 0).any():
+        raise UserError(
+            f"target_prompt_logprobs has shape {list(found.shape)}, but {length - 1} rows with at least one token id "
+            "are expected, a row for each token of the prompt after the first: send these."
+        )
+    if found.min() < -1 or found.max() >= vocab_size:
+        raise UserError(
+            f"target_prompt_logprobs has {found.max() if found.min() >= -1 else found.min()}, but tokens are counted "
+            f"from 0 to {vocab_size - 1}, and -1 is for none."
+        )
+    return found, layout
 
 
 def _prompt(request: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class Sampler:
         rounds: list[dict[int, _Completion]] = []
         for name, request in requests.items():
             for number in range(request.count):
-                row = (_seed(name, request) << (63 - _SEED_BITS)) + number
+                row = first_row(name, request) + number
                 settings = _settings(request)
                 fits = (
                     one
@@ -138,9 +138,15 @@ def _settings(request: Sample) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _seed(name: str, request: Sample) -> int:
+def first_row(name: str, request: Sample) -> int:
+    """Returns the number of the row of a request's first completion, a coordinate of random numbers.
+
+    Args:
+        name: of the request, which seeds it where it has no seed.
+    """
     made = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    return (made if request.seed is None else request.seed) % (1 << _SEED_BITS)
+    seed = (made if request.seed is None else request.seed) % (1 << _SEED_BITS)
+    return seed << (63 - _SEED_BITS)
 
 
 def _sequence(answer: Answer) -> dict[str, Any]:

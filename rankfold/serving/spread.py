@@ -15,6 +15,7 @@ from engine.data.collate import context_part
 from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
 from engine.training.build import Training
+from engine.training.stage import ReadHead
 from rankfold.serving.loss_request import ForwardBackward
 from rankfold.serving.losses import TokenInputs
 from rankfold.serving.ranks import Ranks
@@ -45,16 +46,17 @@ class Spread:
         """Returns the whole micro-batches of each copy of the model; `own` has those of this rank."""
         return micro_batches(request, self._tokens, copies=self._mesh.dp.size, multiple=self._multiple)
 
-    def prompts(self, prompts: Sequence[NDArray[np.int64]]) -> list[list[Batch]]:
-        """Returns micro-batches whose log-probabilities are those of prompts, each without its first token.
+    def rows(self, tokens: Sequence[NDArray[np.int64]], targets: Sequence[NDArray[np.int64]]) -> list[list[Batch]]:
+        """Returns micro-batches of one document each, as `micro_batches`.
 
         Args:
-            prompts: int64 ids of two or more tokens each; the place of a micro-batch is that of its prompt.
+            tokens: int64 [T] ids of each; the place of a micro-batch is that of its document.
+            targets: int64 [T] or [T, K] what each position is to predict.
         """
         copies: list[list[Batch]] = [[] for _ in range(self._mesh.dp.size)]
-        for place, ids in enumerate(prompts):
-            inputs = TokenInputs(loss="cross_entropy", numbers={}, place=place, lengths=(len(ids) - 1,))
-            row = documents_row([ids[:-1]], [ids[1:]], self._multiple).with_parts(inputs)
+        for place, (ids, labels) in enumerate(zip(tokens, targets, strict=True)):
+            inputs = TokenInputs(loss="cross_entropy", numbers={}, place=place, lengths=(len(ids),))
+            row = documents_row([ids], [labels], self._multiple).with_parts(inputs)
             copies[place % len(copies)].append(row)
         return filled(copies, self._multiple)
 
@@ -75,16 +77,28 @@ class Spread:
             training: the model.
             batches: whole ones of each copy of the model.
         """
+
+        def read(model: Decoder, out: Tensor, batch: Batch, context: TokenContext) -> Tensor:
+            return -model.token_figures(out, batch, context).losses_T
+
+        return self.read(training, batches, read)
+
+    def read(self, training: Training, batches: Sequence[Sequence[Batch]], head: ReadHead) -> dict[int, Tensor]:
+        """Returns what a function makes of the last layer's output, as `log_probabilities`. Collective.
+
+        Args:
+            training, batches: as there.
+            head: a result [T, ...], of the tokens that this rank holds.
+        """
         own = self.own(batches)
 
         def read(model: Decoder, out: Tensor, batch: Batch, context: TokenContext) -> Tensor:
             inputs = batch.part(TokenInputs)
             assert inputs is not None
-            losses = model.token_figures(out, batch, context).losses_T
-            return -whole_row(losses, sum(inputs.lengths), self._mesh.cp)
+            return whole_row(head(model, out, batch, context), sum(inputs.lengths), self._mesh.cp)
 
         found = training.stages.read_head(own, read)
-        return {} if found is None else dict(zip(map(_place, own), found, strict=True))
+        return {} if found is None else dict(zip(map(place_of, own), found, strict=True))
 
     def gathered(self, found: Mapping[_Key, Mapping[int, Tensor]]) -> dict[_Key, list[Tensor]]:
         """Returns each request's log-probabilities on the host, in the order of its micro-batches, on rank 0; nothing
@@ -106,7 +120,8 @@ class Spread:
         return {key: [one[place] for place in sorted(one)] for key, one in joined.items()}
 
 
-def _place(batch: Batch) -> int:
+def place_of(batch: Batch) -> int:
+    """Returns the place of a micro-batch."""
     inputs = batch.part(TokenInputs)
     assert inputs is not None
     return inputs.place

@@ -46,6 +46,7 @@ from rankfold.serving.ranks import Ranks
 from rankfold.serving.rows import FILLER
 from rankfold.serving.sample_request import Sample, read_sample
 from rankfold.serving.sampling import Sampler
+from rankfold.serving.scores import Scores
 from rankfold.serving.spread import Spread
 
 ALPHA = 32.0
@@ -77,6 +78,7 @@ class TenantBackend:
         """Tenants that sample saved weights: one of each kind of adapter, and the file that it has."""
         self._spread = Spread(self._tenants.base, options.parallel, self.ranks, options.tokens)
         self._sampler = Sampler(options.path, self.ranks, slots=options.slots, context=self.context)
+        self._scores = Scores(self._spread, self.ranks)
 
     def open_tokenizer(self) -> None:
         """Opens the tokenizer, which samples need.
@@ -308,10 +310,9 @@ class TenantBackend:
             except UserError as error:
                 outcomes[task.request] = failure(task.request, str(error))
         answers = self._sampler.run(training, requests)
-        scores = self._prompt_scores(training, requests)
+        fields = self._scores.add(training, requests, answers)
         for name in requests:
-            fields = {"sequences": answers.get(name), "prompt_logprobs": scores.get(name)}
-            body = encode("SampleResponse", fields) if self.ranks.is_first else b""
+            body = encode("SampleResponse", fields[name]) if self.ranks.is_first else b""
             outcomes[name] = Outcome(request=name, good=True, type=PROTOBUF, body=body)
         return [outcomes[task.request] for task in tasks]
 
@@ -334,25 +335,6 @@ class TenantBackend:
             read_adapter(path, self._tenants[number], self.ranks, written, optimizer=False)
             self._readers[kind] = number, path
         return self._tenants[number]
-
-    def _prompt_scores(self, training: Training, requests: Mapping[str, Sample]) -> dict[str, bytes]:
-        """Returns float32 log-probabilities of the tokens of the prompts that are to be scored; NaN for the first, and
-        for those not asked for. Of rank 0 alone."""
-        scored = {name: one for name, one in requests.items() if one.prompt_logprobs}
-        prompts = [np.asarray(one.prompt, np.int64) for one in scored.values() if len(one.prompt) > 1]
-        found: list[Tensor] = []
-        if prompts:
-            logps = self._spread.log_probabilities(training, self._spread.prompts(prompts))
-            found = self._spread.gathered({"": logps})[""]
-        answers = {}
-        for name, request in scored.items() if self.ranks.is_first else ():
-            scores = np.full(len(request.prompt), np.nan, np.float32)
-            if len(scores) > 1:
-                scores[1:] = found.pop(0).numpy()
-            if request.last is not None:
-                scores[: -request.last] = np.nan
-            answers[name] = scores.tobytes()
-        return answers
 
 
 def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:

@@ -4,6 +4,7 @@ rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
 rankfold train --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
 rankfold train --config run.yaml --reward a.py:f --reward exact_match    # both, as --rollout.rewards
+rankfold train --config sweep.yaml    # several runs over one base, where the file has a list `adapters`
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 from engine.config.option_help import answer_help
 from engine.errors import UserError
+from engine.seams import resolve
 from engine.telemetry.errors import EXIT_STOPPED
 from engine.telemetry.interrupts import EXIT_INTERRUPTED
 
@@ -28,17 +30,20 @@ def main() -> None:
     words = [_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(sys.argv[1:])]
     answer_help(words)
     # imported after the help, which needs no parser
-    from engine.config.load import load_config
+    from engine.config.load import has_adapters, load_config
+    from engine.runtime.command import given_command
     from engine.telemetry.trackers import check_trackers
     from engine.training.reports.run_metrics import tracker_choice
 
-    config = load_config(words)
-    check_trackers(tracker_choice(config.log))
-    # imported after the configuration is known to be sound: torch takes seconds to load
-    from engine.runtime.command import given_command
-    from engine.training.trainer import train
+    if has_adapters(words):
+        summary = resolve("engine.tenants.sweep:train_sweep")(words, given_command)
+    else:
+        config = load_config(words)
+        check_trackers(tracker_choice(config.log))
+        # imported after the configuration is known to be sound: torch takes seconds to load
+        from engine.training.trainer import train
 
-    summary = train(config, command=given_command)
+        summary = train(config, command=given_command)
     if summary.stopped is not None:
         sys.exit(EXIT_INTERRUPTED if summary.interrupted else EXIT_STOPPED)
 

@@ -13,6 +13,9 @@ from engine.errors import UserError
 from engine.files.documents import read_text
 from engine.files.strict_yaml import YamlFlaw, compose_yaml
 
+ADAPTERS, JOINED_TOKENS = "adapters", "joined_tokens"
+"""Keys of a file that describes several runs over one base: the list of these, and how they share micro-batches."""
+
 
 def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
     """Refuses options of the command line that do not exist.
@@ -63,6 +66,11 @@ def check_text(text: str, source: str) -> None:
     )
     top = [*sections(), *(name for name in option_types() if "." not in name)]
     for name, value in _items(node, source):
+        require(
+            name not in (ADAPTERS, JOINED_TOKENS),
+            f"{source} has {name}, which is for several runs over one base, and one run is expected here: only "
+            "rankfold train takes such a file, as its one --config.",
+        )
         require(name in top, f"{source} has the unknown key {name}{_suggest(name, [*top, *option_types()])}")
         if name in sections():
             _check_section(name, value, source)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from jsonargparse import Namespace
 
-from engine.config.keys import check_argument_names, check_file, check_text
+from engine.config.keys import ADAPTERS, check_argument_names, check_file, check_text
 from engine.config.option_help import answer_help
 from engine.config.option_names import option_fields, option_types, sections
 from engine.config.option_parser import build_parser
@@ -28,6 +28,8 @@ from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
 from engine.config.suggestions import closest_value
 from engine.errors import UserError
+from engine.files.documents import read_text
+from engine.files.strict_yaml import YamlFlaw, compose_yaml
 from engine.sentences import as_written
 
 
@@ -60,12 +62,47 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
     answer_help(arguments)
     arguments = _split_lists(arguments)
     check_argument_names(arguments, ("config", "print_config"))
-    for path in _config_files(arguments):
+    for path in config_files(arguments):
         check_file(path)
     try:
         return _build(_parser().parse_args(arguments))
     except ArgumentError as error:
         raise UserError(_sentence(str(error))) from None
+
+
+def load_text(text: str, source: str, arguments: list[str]) -> RunConfig:
+    """As `load_config`, of a YAML document in place of a file.
+
+    Args:
+        text: the document.
+        source: its name in messages.
+        arguments: command-line arguments without --config, which win over the document.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    arguments = _split_lists(arguments)
+    check_argument_names(arguments, ())
+    check_text(text, source)
+    try:
+        config = _build(_parser().parse_args(["--config", text, *arguments]))
+    except ArgumentError as error:
+        raise UserError(_sentence(str(error))) from None
+    check_config(config)
+    check_files(config)
+    return config
+
+
+def has_adapters(arguments: list[str]) -> bool:
+    """Returns whether a --config file of a command line lists several runs; False where one cannot be read."""
+    for path in config_files(arguments):
+        try:
+            node = compose_yaml(read_text(path))
+        except (UserError, YamlFlaw):
+            return False  # which reading it says better
+        if isinstance(node, yaml.MappingNode) and any(key.value == ADAPTERS for key, _ in node.value):
+            return True
+    return False
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -154,7 +191,8 @@ def _as_json_list(value: str, kind: Any) -> str:
     return json.dumps(items) if get_args(kind)[0] is str else f"[{', '.join(items)}]"
 
 
-def _config_files(arguments: list[str]) -> list[str]:
+def config_files(arguments: list[str]) -> list[str]:
+    """Returns the files that a command line names with --config."""
     joined = [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
     apart = [value for option, value in pairwise(arguments) if option == "--config"]
     return [at_home("--config", path) for path in joined + apart]

@@ -31,11 +31,14 @@ class Supervision:
         self._watchdog: Watchdog | None = None
 
     def start(self, step: int) -> None:
-        """Begins to watch, before the first place where the run may stop; in the main thread.
+        """Begins to watch, before the first place where the run may stop; in the main thread. Does nothing where it has
+        begun.
 
         Raises:
             CommunicationError: the store's host does not answer.
         """
+        if self._watchdog is not None:
+            return
         if self._launch.rank == 0 and (warning := open_file_warning(self._launch.world_size)) is not None:
             say(warning)
         self._watchdog = Watchdog(

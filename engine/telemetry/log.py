@@ -15,11 +15,12 @@ class Log:
     Args:
         rank: this process's rank in the run.
         stream: where lines go; None takes the current standard error stream, which leaves stdout to results.
+        prefix: before each line, of one of several runs that share the stream; no line is rewritten there.
     """
 
-    def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, rank: int = 0, stream: TextIO | None = None, *, prefix: str = "") -> None:
         self._enabled = rank == 0
-        self._stream = stream
+        self._stream, self._prefix = stream, prefix
 
     @property
     def enabled(self) -> bool:
@@ -34,7 +35,7 @@ class Log:
     @property
     def live(self) -> bool:
         """Whether the stream is a terminal on which a line can be rewritten."""
-        return self._enabled and is_terminal(self.stream)
+        return self._enabled and not self._prefix and is_terminal(self.stream)
 
     def info(self, message: str, *, wraps: bool = True) -> None:
         """Prints one line.
@@ -43,6 +44,7 @@ class Log:
             wraps: a terminal too narrow for the line breaks it between words; false for text that users copy.
         """
         if self._enabled:
+            message = self._prefix + message
             say(wrapped(message, self.stream) if wraps and self.live else message, self._stream)
 
     def warning(self, message: str) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.batch import Batch
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
+from engine.distributed.mesh import Mesh
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES, TrainingPlan
 from engine.layers.module import ShardEntry
@@ -20,12 +22,10 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.tenants.joined_batch import can_join
 from engine.tenants.joint_pass import JointPass, Work, peers_of
+from engine.tenants.sweep_file import SHARED
 from engine.training.build import Training, build_training
 from engine.training.start import refuse_early
-from engine.training.start_model import ModelPlan
-
-_SHARED = ("model", "parallel", "memory")
-"""Sections of a configuration in which tenants cannot differ: they say what the base is and where it lies."""
+from engine.training.start_model import ModelPlan, ModelSource
 
 
 class Tenants:
@@ -38,7 +38,7 @@ class Tenants:
     """
 
     def __init__(self, config: RunConfig, launch: Launch, log: Log, *, tokens: int) -> None:
-        _check_layout(config)
+        check_layout(config)
         self._config, self._launch, self._log, self._tokens = config, launch, log, tokens
         self._shared = SharedBase()
         source, plan = refuse_early(config, launch)
@@ -59,29 +59,45 @@ class Tenants:
         Raises:
             UserError: the run differs in what the base is, or trains more than adapters.
         """
-        for name in _SHARED:
+        for name in SHARED:
             if getattr(config, name) != getattr(self._config, name):
                 raise UserError(
                     f"the section {name} differs between runs that share a base: give it once, for all of them."
                 )
         source, plan = refuse_early(config, self._launch)
-        if full := [name for name in plan.trained if name.rpartition(".")[2] not in LORA_LEAVES]:
-            raise UserError(
-                f"{full[0]} is to train in full, but runs that share a base train adapters alone: leave trainable out."
-            )
-        training = build_training(
+        check_adapters_alone(plan)
+        return self.adopt(self.build(config, self._launch, source, plan, self._log, objective=objective))
+
+    def build(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        source: ModelSource,
+        plan: ModelPlan,
+        log: Log,
+        *,
+        documents_per_row: int | None = None,
+        mesh: Mesh | None = None,
+        objective: Objective | None = None,
+    ) -> Training:
+        """Builds a model on the base; see `build_training`. Collective. It is no tenant until `adopt` takes it."""
+        return build_training(
             config,
-            self._launch,
+            launch,
             source,
             plan,
-            self._log,
+            log,
+            documents_per_row=documents_per_row,
             mesh=self._base.mesh,
             base=self._shared,
             objective=objective,
         )
+
+    def adopt(self, training: Training) -> int:
+        """Takes a model of `build` as a tenant, and returns its number."""
         number, self._next = self._next, self._next + 1
         self._trainings[number] = training
-        self._joins[number] = _joins(training, plan)
+        self._joins[number] = _joins(training)
         self._joint = None
         return number
 
@@ -108,6 +124,15 @@ class Tenants:
         Returns:
             Tenant -> 0-dim fp32 mean loss over its targets.
         """
+        return {number: figures[0] for number, figures in self.figures(batches, targets).items()}
+
+    def figures(self, batches: Mapping[int, Sequence[Batch]], targets: Mapping[int, float]) -> dict[int, Tensor]:
+        """Does what `gradients` does.
+
+        Returns:
+            Tenant -> fp32 [1 + metrics + maxima]: means of its loss and its objective's metrics over its targets, and
+            the largest of its maxima.
+        """
         device = self._base.stages.step.device
         counts = {number: torch.full((), targets[number], device=device) for number in batches}
         together = [number for number, own in batches.items() if self._joins[number] and can_join(own)]
@@ -117,13 +142,23 @@ class Tenants:
             scales = {number: counts[number].clamp(min=1.0).reciprocal() for number in together}
             work = [Work(number, batch.to(device), scales[number]) for number in together for batch in batches[number]]
             sums = self._joint.gradients(self._grouped(work))
+        maxima: dict[int, Tensor] = {}
         for number, own in batches.items():
             if number not in sums:
                 stages = self._trainings[number].stages
                 sums[number] = stages.gradients(list(own), counts[number], before_last_backward=_not_yet)
+                maxima[number] = stages.maxima()
         mesh = self._base.mesh
-        totals = {number: all_reduce(all_reduce(sums[number][0].clone(), mesh.dp_cp), mesh.pp) for number in batches}
-        return {number: total / counts[number].clamp(min=1.0) for number, total in totals.items()}
+        found: dict[int, Tensor] = {}
+        for number in batches:
+            total = all_reduce(all_reduce(sums[number].clone(), mesh.dp_cp), mesh.pp)
+            found[number] = total / counts[number].clamp(min=1.0)
+            if number in maxima and maxima[number].numel():
+                largest = maxima[number]
+                for axis in (mesh.dp_cp, mesh.pp):
+                    largest = all_reduce(largest, axis, dist.ReduceOp.MAX)
+                found[number] = torch.cat((found[number], largest))
+        return found
 
     def update(self, number: int, lr: float, loss: Tensor) -> Tensor:
         """Takes a tenant's optimizer step; returns the 0-dim gradient norm."""
@@ -156,20 +191,33 @@ def _not_yet(entries: Iterable[ShardEntry]) -> None:
     """Starts no reduction: more gradients may come before the update."""
 
 
-def _joins(training: Training, plan: ModelPlan) -> bool:
+def _joins(training: Training) -> bool:
     """Returns whether a tenant's rows can be multiplied with the base beside others': its adapters are plain ones of
-    linears, and its loss needs no other pass."""
+    linears, its loss needs no other pass and is not scaled."""
     peers = peers_of({0: training.stages.models()})
     covered = {id(leaf) for one in peers.values() for leaf in one.leaves[0]}
     entries = [entry for entry in training.stages.entries() if entry.sink is not None]
     objective = training.objective
-    plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies)
     if training.source.model.decoder.num_experts:
         return False  # rows of experts are one tenant's
-    return plain and objective.temperature == 1.0 and all(id(entry.parameter) in covered for entry in entries)
+    plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies or objective.maxima)
+    plain = plain and objective.temperature == 1.0 and training.optimizer.loss_scale is None
+    return plain and all(id(entry.parameter) in covered for entry in entries)
 
 
-def _check_layout(config: RunConfig) -> None:
+def check_adapters_alone(plan: ModelPlan) -> None:
+    """Checks that a run trains nothing but adapters.
+
+    Raises:
+        UserError: it does.
+    """
+    if full := [name for name in plan.trained if name.rpartition(".")[2] not in LORA_LEAVES]:
+        raise UserError(
+            f"{full[0]} is to train in full, but runs that share a base train adapters alone: leave trainable out."
+        )
+
+
+def check_layout(config: RunConfig) -> None:
     """Checks that the base stays where it is.
 
     Raises:

@@ -10,7 +10,8 @@ What a phase opens it hands to the ExitStack of the caller, who closes all of it
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,16 +21,17 @@ from engine.distributed.collectives import barrier
 from engine.distributed.mesh import Mesh
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
+from engine.runtime.supervision import Supervision
 from engine.seams import resolve
 from engine.telemetry.format import counted
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
+from engine.telemetry.trackers import Trackers
 from engine.training.build import Training, build_training
 from engine.training.data import build_data
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
-from engine.training.run_data import RunData
 from engine.training.saving import tidy
 from engine.training.start import Start, find_start, refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
@@ -40,6 +42,50 @@ from engine.training.warm_up import warm_up
 
 if TYPE_CHECKING:
     from engine.training.samples import SamplePrompt
+
+
+class Builder(Protocol):
+    """The function that makes a run's model; see `engine.training.build.build_training`."""
+
+    def __call__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        source: ModelSource,
+        plan: ModelPlan,
+        log: Log,
+        *,
+        documents_per_row: int | None = None,
+        mesh: Mesh | None = None,
+    ) -> Training: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A run that is checked, and whose data are read, but not its weights.
+
+    Args:
+        config, launch, log: as given.
+        opened: gets everything that must be closed when the run ends.
+        source, plan: of its model.
+        mesh: where it has been made already.
+        folder: of the run, locked by it.
+        start: where the run begins.
+        read: the data, and the steps; None where they come after the warm-up.
+        trackers: the run's.
+    """
+
+    config: RunConfig
+    launch: Launch
+    log: Log
+    opened: ExitStack
+    source: ModelSource
+    plan: ModelPlan
+    mesh: Mesh | None
+    folder: RunFolder
+    start: Start
+    read: PlannedData | None
+    trackers: Trackers
 
 
 def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, opened: ExitStack) -> PreparedRun:
@@ -54,6 +100,11 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
         RunComplete: nothing is left to do.
         CommunicationError: another rank is lost.
     """
+    return complete(begin(config, launch, log, opened), listener)
+
+
+def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack) -> Begun:
+    """Does all of `prepare` that comes before the weights; see there. Collective."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     source, plan = refuse_early(config, launch)
@@ -69,17 +120,46 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     trackers = open_run_trackers(config, folder.path, log)
     # a run that does not come as far as closing them itself failed, or was complete
     opened.push(lambda kind, error, trace: trackers.close("finished" if kind is RunComplete else "failed"))
-    training = _build_warm(config, launch, log, source, plan, None if read is None else read.data, mesh)
+    return Begun(
+        config=config,
+        launch=launch,
+        log=log,
+        opened=opened,
+        source=source,
+        plan=plan,
+        mesh=mesh,
+        folder=folder,
+        start=start,
+        read=read,
+        trackers=trackers,
+    )
+
+
+def complete(
+    begun: Begun,
+    listener: RunListener,
+    *,
+    build: Builder = build_training,
+    supervision: Supervision | None = None,
+) -> PreparedRun:
+    """Does the rest of `prepare`; see there. Collective.
+
+    Args:
+        build: makes the model with its weights.
+        supervision: of several runs that take turns; None where this one is alone.
+    """
+    config, launch, log, opened = begun.config, begun.launch, begun.log, begun.opened
+    folder, start, source = begun.folder, begun.start, begun.source
+    training = _build_warm(begun, build)
     listener.run_started()
-    if read is None:
-        read = _read_data(config, launch, log, folder, source.model, start)
+    read = begun.read or _read_data(config, launch, log, folder, source.model, start)
     if start.resume is not None:
         load_state(start.resume, config, training)
     read.data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
-    metrics = open_metrics(config, folder.path, log, trackers)
+    metrics = open_metrics(config, folder.path, log, begun.trackers)
     opened.callback(metrics.close, "failed")  # without effect once a finished run has closed them
     metrics.truncate_after(start.step if start.resume is not None else -1)
-    prepared = PreparedRun(config, launch, log, listener, folder, start, read, training, metrics, opened)
+    prepared = PreparedRun(config, launch, log, listener, folder, start, read, training, metrics, opened, supervision)
     listener.data_read(
         train_samples=read.data.train.num_samples,
         eval_samples=0 if read.data.validation is None else read.data.validation.num_samples,
@@ -120,20 +200,13 @@ def _read_data(
     return read
 
 
-def _build_warm(
-    config: RunConfig,
-    launch: Launch,
-    log: Log,
-    source: ModelSource,
-    plan: ModelPlan,
-    data: RunData | None,
-    mesh: Mesh | None,
-) -> Training:
+def _build_warm(begun: Begun, build: Builder) -> Training:
     """Builds the model with its weights, and takes the warm-up steps, which leave no trace. Collective."""
+    config, launch, log, read = begun.config, begun.launch, begun.log, begun.read
     documents = 1
-    if config.memory.cuda_graph != "none" and data is not None and data.rows is not None:
-        documents = resolve("engine.training.cuda_graph.static_batch:max_documents_per_row")(data.rows)
-    training = build_training(config, launch, source, plan, log, documents_per_row=documents, mesh=mesh)
+    if config.memory.cuda_graph != "none" and read is not None and read.data.rows is not None:
+        documents = resolve("engine.training.cuda_graph.static_batch:max_documents_per_row")(read.data.rows)
+    training = build(config, launch, begun.source, begun.plan, log, documents_per_row=documents, mesh=begun.mesh)
     warm_up(config, launch, training, log)
     barrier()
     return training

@@ -43,6 +43,7 @@ class PreparedRun:
         training: the model with its weights, and its optimizer.
         metrics: the destination of figures.
         opened: gets everything that must be closed when the run ends.
+        supervision: of several runs that take turns, which their caller closes; None where this one is alone.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PreparedRun:
         training: Training,
         metrics: MetricsWriter,
         opened: ExitStack,
+        supervision: Supervision | None = None,
     ) -> None:
         self.config, self.launch, self.log, self.listener = config, launch, log, listener
         self.folder, self.start, self.training, self.metrics = folder, start, training, metrics
@@ -87,12 +89,13 @@ class PreparedRun:
             self.source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
         self.forecast: str | None = None
         """The line about the predicted memory; None on other ranks than 0."""
+        self._is_alone = supervision is None
         observers = self._observers(opened)
         opened.callback(self.progress.close)
-        self.supervision = Supervision(config.train, launch, folder.path)
+        self.supervision = supervision or Supervision(config.train, launch, folder.path)
         """Notices signals and hangs; not started yet."""
         # closed first: while a last save is waited for, a signal ends the process
-        opened.callback(self.supervision.close)
+        opened.callback(self.stop_watching)
         self.reporter = StepReporter(
             config.log,
             training,
@@ -103,6 +106,11 @@ class PreparedRun:
             listener=listener,
             observers=observers,
         )
+
+    def stop_watching(self) -> None:
+        """Ends the supervision, unless it is that of other runs too; may be called twice."""
+        if self._is_alone:
+            self.supervision.close()
 
     def _observers(self, opened: ExitStack) -> tuple[Observer, ...]:
         """Builds the observers of the steps, in the order in which they are called."""
@@ -117,7 +125,7 @@ class PreparedRun:
         opened.callback(observation.close)
         found += [observation, RoundingNote(training.parts, say), StuckNote(training.objective.loss_at_chance, say)]
         guards = build_guards(config, training, launch, say=say)
-        if launch.rank == 0:
+        if launch.rank == 0 and self._is_alone:  # the memory of several runs is no one's
             memory_forecast = resolve("engine.training.reports.forecast:MemoryForecast")
             forecast = memory_forecast(config, launch, training, self.data.rows, say=say)
             self.forecast = forecast.line()

@@ -5,8 +5,9 @@ Its parts are built by `engine.training.prepare`; steps are reported by `engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
+from typing import NamedTuple
 
 from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.config.rules import check_world
@@ -25,8 +26,20 @@ from engine.training.prepare import prepare
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
-from engine.training.step import StepFigures
+from engine.training.step import StepFigures, StepResult
 from engine.training.step_source import StepRows
+
+
+class Wanted(NamedTuple):
+    """An optimizer step that a run wants to be taken.
+
+    Args:
+        rows: of the step.
+        lr: learning rate.
+    """
+
+    rows: StepRows
+    lr: float
 
 
 class Trainer:
@@ -46,12 +59,29 @@ class Trainer:
             CommunicationError: another rank is lost.
             UserError: the run cannot continue.
         """
+        # closed here, because an error keeps this frame, and with it the threads that build batches
+        with closing(self.turns()) as turns:
+            result: StepResult | None = None
+            while True:
+                try:
+                    wanted = next(turns) if result is None else turns.send(result)
+                except StopIteration as end:
+                    summary: RunSummary = end.value
+                    return summary
+                result = self._take_step(wanted.rows.batches, wanted.rows.targets, wanted.lr)
+
+    def turns(self) -> Generator[Wanted, StepResult, RunSummary]:
+        """Does all of the run but its steps, as `train`: yields each one, and is sent what it gave. To be closed.
+
+        Raises:
+            CommunicationError, UserError: as `train`.
+        """
         run = self._run
         self._announce()
         begin, stopped = run.clock.now(), None
         run.supervision.start(self.step)
         try:
-            self._take_steps()
+            yield from self._steps()
             run.reporter.finish(self.step, self._consumed)
             if run.evaluations.ending is None and run.evaluations.is_due(self.step, ends=True):
                 self._evaluate()
@@ -63,7 +93,7 @@ class Trainer:
         if self._saved != self.step:
             self._save(last=True)
         run.saver.finish()
-        run.supervision.close()
+        run.stop_watching()
         run.progress.close()
         if stopped is None:
             require_trained(run.folder.path, self.step, updates=int(run.training.optimizer.step_count))
@@ -75,18 +105,17 @@ class Trainer:
         """Whether Ctrl-C came before this start has taken a step that could be lost."""
         return self.step == self._run.start.step and self._run.supervision.interrupted
 
-    def _take_steps(self) -> None:
-        """Takes the steps, until the last one or until an evaluation ends the run."""
+    def _steps(self) -> Generator[Wanted, StepResult, None]:
+        """Yields the steps, until the last one or until an evaluation ends the run."""
         run = self._run
         run.listener.block_started(self._consumed)
         if self._evaluate_in_turn():
             return
         run.reporter.begin(self.step, self._consumed)
-        # closed here, because an error keeps this frame, and with it the threads that build batches
         with closing(run.source.stream(self.step, self._consumed, run.step_plan.steps - self.step)) as stream:
             for rows in stream:
                 run.supervision.check(self.step)
-                self._take(rows)
+                yield from self._take(rows)
                 if rows.is_followed_by_work:
                     run.reporter.catch_up()
                 if self._evaluate_in_turn():
@@ -95,11 +124,11 @@ class Trainer:
                     self._save(last=self.step == run.step_plan.steps)
                 run.saver.report()
 
-    def _take(self, rows: StepRows) -> None:
-        """Hands one step to the device, which reports the step before it."""
+    def _take(self, rows: StepRows) -> Generator[Wanted, StepResult, None]:
+        """Has one step handed to the device, and reports the step before it."""
         run, lr = self._run, self._run.step_plan.rate(self.step)
         run.reporter.before(self.step + 1)
-        result = self._take_step(rows.batches, rows.targets, lr)
+        result = yield Wanted(rows, lr)
         self.step += 1
         self._consumed += rows.samples
         launched = LaunchedStep(
@@ -231,7 +260,7 @@ def train(
     except CommunicationError as error:
         if trainer is not None and trainer.interrupted_before_a_step:
             raise KeyboardInterrupt from error  # ranks that had not begun to listen have ended by it
-        raise LostRankError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
+        raise LostRankError(lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
     if summary.stopped is None:
         log.info("done")
@@ -267,7 +296,7 @@ def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     return (losses[0], losses[-1]) if len(losses) > 1 else tuple(losses)
 
 
-def _lost_rank(error: CommunicationError, step: int | None, config: RunConfig) -> str:
+def lost_rank(error: CommunicationError, step: int | None, config: RunConfig) -> str:
     """Explains why the run cannot continue; `step` is the last that this rank finished, None before the loop."""
     when = "before the first step" if step is None else f"after step {step}"
     if error.timed_out:

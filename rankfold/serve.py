@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from engine.config.model import DTYPES, KERNELS, ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_expert_layout, check_layout
 from engine.config.run import RunConfig
-from engine.config.units import read_length
+from engine.config.units import read_gib, read_length
 from engine.errors import UserError
 
 _KEYS = "RANKFOLD_SERVE_KEYS"
@@ -55,6 +56,12 @@ def build_parser() -> CommandLine:
         "--tokens", type=read_length, default=4096, help="most tokens of a micro-batch of several rows (default 4096)"
     )
     parser.add_argument("--slots", type=int, default=16, help="completions sampled at a time (default 16)")
+    parser.add_argument(
+        "--resident",
+        type=read_gib,
+        help="most memory of adapters with their optimizers on the device, such as 8GiB; the others wait in their files "
+        "and come back as they were (default: a quarter of what is free beside the base)",
+    )
     parser.add_argument("--models", type=int, default=16, help="models that one key may have at a time (default 16)")
     layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")
     layout.add_argument("--tensor", type=int, default=1, help="ranks that share each layer (default 1)")
@@ -109,6 +116,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise UserError(f"--{name} is {value}, but {low} to {high} is expected: change it.")
+    if arguments.resident is not None and not 0 <= arguments.resident < math.inf:
+        raise UserError(f"--resident is {arguments.resident:g}, but a size of 0 or more is expected: change it.")
     from engine.runtime.secrets import secret, take_secret
     from rankfold.serving.exchange import ServedModel
     from rankfold.serving.folder import ServerFolder
@@ -125,6 +134,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         kernels=arguments.kernels,
         tokens=arguments.tokens,
         slots=arguments.slots,
+        resident=arguments.resident,
         parallel=parallel,
         ranks=ranks,
     )

@@ -49,12 +49,22 @@ class Tenants:
         self._joint: JointPass | None = None
         self._next = 0
 
-    def add(self, config: RunConfig, objective: Objective | None = None) -> int:
+    def num_trained(self, config: RunConfig) -> int:
+        """Returns the parameters of a run's adapters, each once over all ranks. Builds nothing.
+
+        Raises:
+            UserError: the run's configuration does not fit the model.
+        """
+        _, plan = refuse_early(config, self._launch)
+        return plan.num_trained()
+
+    def add(self, config: RunConfig, objective: Objective | None = None, *, log: Log | None = None) -> int:
         """Builds the model of a run, with fresh adapters, and returns its number. Collective.
 
         Args:
             config: of the run.
             objective: in place of the configuration's; None for that.
+            log: of what is built; None for that of the first model.
 
         Raises:
             UserError: the run differs in what the base is, or trains more than adapters.
@@ -86,8 +96,12 @@ class Tenants:
             launch,
             source,
             plan,
+<<<<<<< Updated upstream
             log,
             documents_per_row=documents_per_row,
+=======
+            log or self._log,
+>>>>>>> Stashed changes
             mesh=self._base.mesh,
             base=self._shared,
             objective=objective,

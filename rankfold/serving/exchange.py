@@ -29,6 +29,8 @@ class ServedModel:
         slots: completions at a time.
         parallel: how the model is divided.
         ranks: processes that compute.
+        resident: GiB of adapters with their optimizers on the device, each counted whole; None for a quarter of what
+            is free there beside the base.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class ServedModel:
     slots: int = 16
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     ranks: int = 1
+    resident: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

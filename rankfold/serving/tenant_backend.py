@@ -22,6 +22,7 @@ from engine.files.refusals import FileError
 from engine.inference.generate import context_limit
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
+from engine.telemetry.process_memory import total_memory_bytes
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training
 from rankfold.serving.adapter_file import Written, delete_expired, read_adapter, read_written, write_adapter
@@ -40,9 +41,10 @@ from rankfold.serving.commands import read_adapter as read_adapter_options
 from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, ServedModel, Task, failure, success
 from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
-from rankfold.serving.losses import ClientLoss, TokenInputs, loss_sum
+from rankfold.serving.losses import TokenInputs, loss_sum
 from rankfold.serving.protobuf import encode
 from rankfold.serving.ranks import Ranks
+from rankfold.serving.residents import Residents
 from rankfold.serving.rows import FILLER
 from rankfold.serving.sample_request import Sample, read_sample
 from rankfold.serving.sampling import Sampler
@@ -72,6 +74,7 @@ class TenantBackend:
         self._tenants = Tenants(self._config(None), launch, log, tokens=options.tokens)
         self._decoder = self._tenants.base.source.model.decoder
         self.context = context_limit(self._decoder)
+<<<<<<< Updated upstream
         self._models: dict[str, tuple[int, Adapter]] = {}
         self._losses: dict[str, ClientLoss] = {}
         self._readers: dict[Adapter, tuple[int, Path | None]] = {}
@@ -79,6 +82,12 @@ class TenantBackend:
         self._spread = Spread(self._tenants.base, options.parallel, self.ranks, options.tokens)
         self._sampler = Sampler(options.path, self.ranks, slots=options.slots, context=self.context)
         self._scores = Scores(self._spread, self.ranks)
+=======
+        limit = self._ranks.told(_quarter(launch) if options.resident is None else options.resident * 2**30)
+        self._residents = Residents(self._tenants, self._config, folder, self._ranks, limit=limit)
+        self._spread = Spread(self._tenants.base, options.parallel, self._ranks, options.tokens)
+        self._sampler = Sampler(options.path, self._ranks, slots=options.slots, context=self.context)
+>>>>>>> Stashed changes
 
     def open_tokenizer(self) -> None:
         """Opens the tokenizer, which samples need.
@@ -94,8 +103,12 @@ class TenantBackend:
         written = self.ranks.decided(lambda: read_written(path))
         if written is None:
             return None
+<<<<<<< Updated upstream
         self._add(model, written.adapter)
         read_adapter(path, self._training(model), self.ranks, written, optimizer=True)
+=======
+        self._residents.note(model, written.adapter)
+>>>>>>> Stashed changes
         answer = success(written.request, json.loads(written.answer), written.adapter)
         return Restored(seq=written.seq, outcome=answer)
 
@@ -110,7 +123,11 @@ class TenantBackend:
             "unload_model": self._unload,
         }
         if tasks[0].kind == "forward_backward":
-            return self._forward_backward(tasks)
+            of_model = {task.target: task for task in tasks}
+            done = [
+                self._forward_backward([of_model[one] for one in part]) for part in self._residents.parts([*of_model])
+            ]
+            return [outcome for part in done for outcome in part]
         if tasks[0].kind == "asample":
             return self._sample(tasks)
         return [_refused(task, kinds[task.kind]) for task in tasks]
@@ -135,17 +152,13 @@ class TenantBackend:
             train=TrainOptions(seed=0 if adapter is None else adapter.seed),
         )
 
-    def _add(self, model: str, adapter: Adapter) -> None:
-        self._losses[model] = ClientLoss(self._tenants.base.mesh.cp)
-        self._models[model] = self._tenants.add(self._config(adapter), self._losses[model]), adapter
-
     def _training(self, model: str) -> Training:
-        return self._tenants[self._models[model][0]]
+        return self._residents.wake(model)
 
     def _create(self, task: Task) -> Outcome:
         seed = int.from_bytes(hashlib.sha256(task.target.encode()).digest()[:4], "little") % 2**31
         adapter = read_adapter_options(read_json(task.body), seed)
-        self._add(task.target, adapter)
+        self._residents.create(task.target, adapter)
         answer = {"model_id": task.target, "type": "create_model"}
         self._write(task, answer)
         return success(task.request, answer, adapter)
@@ -155,8 +168,13 @@ class TenantBackend:
         write_adapter(
             self._folder.model(task.target),
             self._training(task.target),
+<<<<<<< Updated upstream
             self.ranks,
             self._models[task.target][1],
+=======
+            self._ranks,
+            self._residents.adapter(task.target),
+>>>>>>> Stashed changes
             request=task.request,
             seq=task.seq,
             answer=json.dumps(dict(answer)),
@@ -164,10 +182,12 @@ class TenantBackend:
 
     def _forward_backward(self, tasks: Sequence[Task]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
+        residents = self._residents
         training: list[tuple[Task, ForwardBackward]] = []
         for task in tasks:
             try:
                 request = read_forward_backward(task.body, vocab_size=self._decoder.vocab_size, limit=self.context)
+                self._residents.wake(task.target, keep=[one.target for one in tasks])
             except UserError as error:
                 outcomes[task.request] = failure(task.request, str(error))
                 continue
@@ -178,14 +198,14 @@ class TenantBackend:
         if training:
             batches = {}
             for task, request in training:
-                number = self._models[task.target][0]
-                batches[number] = self._spread.own(self._spread.micro_batches(request))
-                self._losses[task.target].logps.clear()
+                batches[residents.number(task.target)] = self._spread.own(self._spread.micro_batches(request))
+                residents.loss(task.target).logps.clear()
+                residents.has_gradient(task.target, True)
             # losses are sums over tokens, so that nothing is divided by how many there are
             losses = self._tenants.gradients(batches, dict.fromkeys(batches, 1.0))
-            known = self._spread.gathered({task.target: self._losses[task.target].logps for task, _ in training})
+            known = self._spread.gathered({task.target: residents.loss(task.target).logps for task, _ in training})
             for task, request in training:
-                loss = float(losses[self._models[task.target][0]])
+                loss = float(losses[residents.number(task.target)])
                 outcomes[task.request] = self._answer(task, request, known[task.target], loss, keeps=True)
         return [outcomes[task.request] for task in tasks]
 
@@ -206,8 +226,7 @@ class TenantBackend:
         return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps)
 
     def _step(self, task: Task) -> Outcome:
-        options, (number, _) = read_adam(read_json(task.body)), self._models[task.target]
-        training = self._tenants[number]
+        options, training = read_adam(read_json(task.body)), self._training(task.target)
         training.optimizer.set_options(
             betas=(options.beta1, options.beta2),
             eps=options.eps,
@@ -215,11 +234,12 @@ class TenantBackend:
             clip_grad_norm=options.grad_clip_norm,
         )
         # the gradient's norm alone decides whether the step is skipped: sums of losses have no limit
-        norm = self._tenants.update(number, options.learning_rate, torch.zeros(()))
+        norm = self._tenants.update(self._residents.number(task.target), options.learning_rate, torch.zeros(()))
         training.optimizer.flat.finish_publish()
         metrics = {"grad_norm": float(norm), "skipped": float(training.optimizer.skip)}
         answer: dict[str, object] = {"metrics": {name: one for name, one in metrics.items() if np.isfinite(one)}}
         self._write(task, answer)
+        self._residents.has_gradient(task.target, False)
         return success(task.request, answer)
 
     def _save(self, task: Task) -> Outcome:
@@ -250,8 +270,13 @@ class TenantBackend:
         write_adapter(
             path,
             self._training(task.target),
+<<<<<<< Updated upstream
             self.ranks,
             self._models[task.target][1],
+=======
+            self._ranks,
+            self._residents.adapter(task.target),
+>>>>>>> Stashed changes
             request=task.request,
             seq=task.seq,
             answer=json.dumps(answer),
@@ -263,17 +288,32 @@ class TenantBackend:
     def _load(self, task: Task) -> Outcome:
         request = read_json(task.body)
         saved, optimizer = read_path(request.get("path")), request.get("optimizer") is True
+<<<<<<< Updated upstream
         path, written = self.ranks.decided(lambda: self._saved(saved))
         made = task.target not in self._models
+=======
+        path, written = self._ranks.decided(lambda: self._saved(saved))
+        made = task.target not in self._residents
+>>>>>>> Stashed changes
         if made:
-            self._add(task.target, written.adapter)
-        adapter = self._models[task.target][1]
+            self._residents.create(task.target, written.adapter)
+        adapter = self._residents.adapter(task.target)
         if replace(adapter, seed=0) != replace(written.adapter, seed=0):
             raise UserError(
                 f"{saved} has rank {written.adapter.rank}, and other linears or another rank than this model, which "
                 f"has {adapter.rank}: load it into a model that is created from it."
             )
+<<<<<<< Updated upstream
         read_adapter(path, self._training(task.target), self.ranks, written, optimizer=optimizer)
+=======
+        try:
+            read_adapter(path, self._training(task.target), self._ranks, written, optimizer=optimizer)
+        except UserError:
+            if made:
+                self._residents.remove(task.target)
+            raise
+        self._residents.has_gradient(task.target, False)
+>>>>>>> Stashed changes
         answer: dict[str, object] = {"path": str(saved), "model_id": task.target, "type": "load_weights"}
         self._write(task, answer)
         return success(task.request, answer, adapter if made else None)
@@ -289,10 +329,15 @@ class TenantBackend:
         return path, written
 
     def _unload(self, task: Task) -> Outcome:
+<<<<<<< Updated upstream
         number, _ = self._models.pop(task.target)
         del self._losses[task.target]
         self._tenants.remove(number)
         self.ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
+=======
+        self._residents.remove(task.target)
+        self._ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
+>>>>>>> Stashed changes
         return success(task.request, {"model_id": task.target, "type": "unload_model"})
 
     def _sample(self, tasks: Sequence[Task]) -> list[Outcome]:
@@ -325,6 +370,7 @@ class TenantBackend:
         if not target:
             return self._tenants.base
         saved = read_path(target)
+<<<<<<< Updated upstream
         path, written = self.ranks.decided(lambda: self._saved(saved))
         kind = replace(written.adapter, seed=0)
         number, has = self._readers.get(kind, (None, None))
@@ -335,6 +381,17 @@ class TenantBackend:
             read_adapter(path, self._tenants[number], self.ranks, written, optimizer=False)
             self._readers[kind] = number, path
         return self._tenants[number]
+=======
+        path, written = self._ranks.decided(lambda: self._saved(saved))
+        return self._residents.reader(path, written)
+>>>>>>> Stashed changes
+
+
+def _quarter(launch: Launch) -> float:
+    """Returns a quarter of the bytes that are free on this rank's device."""
+    if launch.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(launch.device)[0]) / 4
+    return total_memory_bytes() / 4
 
 
 def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:

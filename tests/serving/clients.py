@@ -1,4 +1,4 @@
-"""A client of two models on a backend in this process."""
+"""A client of three models on a backend in this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from tests.serving.bodies import adam, forward_backward, read_output
 from tests.tenants.test_shared_base import SMALLER, launched
 
 VOCAB = SMALLER["vocab_size"]
-MODEL, OTHER = "s:train:0", "s:train:1"
-LORA = {MODEL: {"rank": 4, "seed": 3}, OTHER: {"rank": 2, "seed": 9, "train_unembed": False, "train_attn": False}}
+MODEL, OTHER, THIRD = "s:train:0", "s:train:1", "s:train:2"
+LORA = {
+    MODEL: {"rank": 4, "seed": 3},
+    OTHER: {"rank": 2, "seed": 9, "train_unembed": False, "train_attn": False},
+    THIRD: {"rank": 4, "seed": 5},
+}
 
 
 def write_base(folder: Path) -> Path:
@@ -35,14 +39,23 @@ def write_base(folder: Path) -> Path:
 
 
 class Client:
-    """Executes commands of two models on a backend."""
+    """Executes commands of three models on a backend.
 
-    def __init__(self, base: Path, state: Path) -> None:
+    Args:
+        base: folder of the model.
+        state: folder of the server.
+        resident: GiB of adapters on the device.
+    """
+
+    def __init__(self, base: Path, state: Path, *, resident: float | None = None) -> None:
         self.folder = ServerFolder(state)
         self.backend = TenantBackend(
-            ServedModel(path=base, dtype="float32", tokens=40, slots=4), self.folder, launched(), Log(1)
+            ServedModel(path=base, dtype="float32", tokens=40, slots=4, resident=resident),
+            self.folder,
+            launched(),
+            Log(1),
         )
-        self.seq = {MODEL: 0, OTHER: 0}
+        self.seq = {MODEL: 0, OTHER: 0, THIRD: 0}
 
     def task(self, model: str, kind: str, body: bytes, **asked: Any) -> Task:
         seq = self.seq[model]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from tests.serving.bodies import adam, datum, forward_backward, random_datum, read_output, read_samples, sample
-from tests.serving.clients import MODEL, OTHER, VOCAB, Client, peft_model, peft_tensors, write_base
+from tests.serving.clients import MODEL, OTHER, THIRD, VOCAB, Client, peft_model, peft_tensors, write_base
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_files_bring_a_model_back(client: Client, base: Path, tmp_path: Path) ->
     assert json.loads(restored.outcome.body)["metrics"]["skipped"] == 0.0
     later.seq[MODEL] = 7
     bodies = [forward_backward(MODEL, 7, data(1)), adam(MODEL, 8)]
-    for one in (client, later):
+    for one in (later, client):
         if one is later:
             assert all(torch.equal(tensor, expected[name]) for name, tensor in one.weights(MODEL).items())
             one.do(MODEL, "forward_backward", bodies[0])
@@ -173,6 +173,54 @@ def test_files_bring_a_model_back(client: Client, base: Path, tmp_path: Path) ->
     later.create(OTHER)
     assert b"rank" in later.do(OTHER, "load_weights", path=path, optimizer=True).body
     assert later.do(MODEL, "unload_model").good and later.backend.restore(MODEL) is None
+
+
+def run_three(client: Client) -> list[bytes]:
+    """Trains three models in turns, one of them without steps, and samples; returns all answers."""
+    answers = []
+    for model in (MODEL, OTHER, THIRD):
+        client.create(model)
+    for step in range(2):
+        tasks = []
+        for number, model in enumerate((MODEL, OTHER, THIRD)):
+            body = forward_backward(model, client.seq[model], data(10 * step + number))
+            tasks.append(client.task(model, "forward_backward", body))
+        answers += [one.body for one in client.backend.execute(tasks)]
+        for model in (OTHER, MODEL):
+            answers.append(client.train(model, data(step)).body)
+            answers.append(client.step(model, learning_rate=1e-2).body)
+        for model in (THIRD, MODEL):
+            client.do(model, "save_weights_for_sampler", path=f"p{step}")
+            path = f"tinker://{model}/sampler_weights/p{step}"
+            answers += [one.body for one in client.samples(path, sample("t", 0, [5, 6], 2, max_tokens=2, seed=8))]
+    assert client.do(MODEL, "save_weights_for_sampler", path="p0", overwrite=True).good
+    path = f"tinker://{MODEL}/sampler_weights/p0"
+    answers += [one.body for one in client.samples(path, sample("t", 0, [5, 6], 2, max_tokens=2, seed=8))]
+    assert answers[-1] == answers[-2] != answers[-7], "weights that are written anew"
+    return answers
+
+
+def test_models_that_rest_come_back_exactly(base: Path, tmp_path: Path) -> None:
+    ample, scarce = Client(base, tmp_path / "ample"), Client(base, tmp_path / "scarce", resident=0.0)
+    assert run_three(ample) == run_three(scarce)
+    residents = scarce.backend._residents
+    assert len(residents._places) == 1 and len(ample.backend._residents._places) > 5
+    for model in (THIRD, MODEL, OTHER):
+        found, expected = scarce.backend._training(model).optimizer, ample.backend._training(model).optimizer
+        pairs = zip(found.state_shards(), expected.state_shards(), strict=True)
+        assert all(torch.equal(one.tensor, other.tensor) for one, other in pairs), model
+        assert float(found.step_count) == float(expected.step_count) == 2 * (model != THIRD)
+        assert torch.equal(found.flat.gradient, expected.flat.gradient)
+        assert bool(found.flat.gradient.any()) == (model == THIRD)
+    later = Client(base, tmp_path / "scarce", resident=0.0)
+    assert all(later.backend.restore(model) for model in (MODEL, OTHER, THIRD))
+    assert not later.backend._residents._places, "a restart builds what is asked for"
+    later.folder.model(MODEL).write_bytes(b"nothing")
+    later.seq[MODEL] = 99
+    for outcome in (later.train(MODEL, data(0)), later.step(MODEL)):
+        assert not outcome.good and b"is damaged" in outcome.body
+    later.seq[OTHER] = 99
+    assert later.train(OTHER, data(0)).good
 
 
 WRONG: tuple[tuple[str, bytes, str], ...] = (

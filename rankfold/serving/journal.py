@@ -40,8 +40,21 @@ CREATE TABLE samplers (
 """
 
 
+_TAKEN = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
+
+
 class AnotherRequest(UserError):
     """A number that a request bears was taken by another one."""
+
+
+class NotWritten(Exception):
+    """The disk did not take what was to be written, such as where it is full; nothing has changed, and the same may be
+    tried again. The message is a sentence."""
+
+
+class Damaged(Exception):
+    """The file is not what was written to it. The message is a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +113,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._path = threading.RLock(), path
         try:
             self._base = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=2.0)
             self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -110,10 +123,12 @@ class Journal:
             if version == 0:
                 self._base.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={_VERSION}; COMMIT;")
             self._base.executescript("BEGIN IMMEDIATE; COMMIT;")  # takes the lock, which ends with the process
+            (flaw,) = self._base.execute("PRAGMA quick_check(1)").fetchone()
+            if flaw != "ok":
+                raise sqlite3.DatabaseError(" ".join(flaw.split()))
         except sqlite3.OperationalError as error:
-            raise UserError(
-                f"{path} is not opened ({error}): end the server that has it, or give another --state."
-            ) from None
+            advice = "end the server that has it" if _code(error) in _TAKEN else "free some space if the disk is full"
+            raise UserError(f"{path} is not opened ({error}): {advice}, or give another --state.") from None
         except sqlite3.DatabaseError as error:
             raise UserError(f"{path} is no journal of a server ({error}): give another folder with --state.") from None
         if version not in (0, _VERSION):
@@ -127,16 +142,40 @@ class Journal:
             self._base.close()
 
     @contextmanager
-    def _turn(self) -> Iterator[sqlite3.Connection]:
-        """Takes a turn, in which all changes are made or none."""
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """Takes a turn.
+
+        Raises:
+            NotWritten: the disk does not take it.
+            Damaged: what is read is no journal.
+        """
         with self._lock:
-            self._base.execute("BEGIN IMMEDIATE")
             try:
                 yield self._base
+            except sqlite3.Error as error:
+                if _code(error) in _NO_ROOM:
+                    raise NotWritten(
+                        f"{self._path} cannot be written ({error}): free some space; the server goes on by itself."
+                    ) from error
+                raise Damaged(f"{self._path} is damaged ({error}): give another folder with --state.") from error
+
+    @contextmanager
+    def _turn(self) -> Iterator[sqlite3.Connection]:
+        """Takes a turn, in which all changes are made or none.
+
+        Raises:
+            NotWritten: the disk does not take it.
+            Damaged: what is read is no journal.
+        """
+        with self._reading() as base:
+            base.execute("BEGIN IMMEDIATE")
+            try:
+                yield base
+                base.execute("COMMIT")
             except BaseException:
-                self._base.execute("ROLLBACK")
+                if base.in_transaction:  # after some errors SQLite has taken it back already
+                    base.execute("ROLLBACK")
                 raise
-            self._base.execute("COMMIT")
 
     def add_session(self, session: str, owner: str) -> None:
         with self._turn() as base:
@@ -144,8 +183,8 @@ class Journal:
 
     def session_state(self, session: str, owner: str) -> Literal["open", "finished"] | None:
         """Returns whether a session is open; None where the owner has none of that name."""
-        with self._lock:
-            row = self._base.execute(
+        with self._reading() as base:
+            row = base.execute(
                 "SELECT finished FROM sessions WHERE id = ? AND owner = ?", (session, owner)
             ).fetchone()
         return None if row is None else "finished" if row[0] else "open"
@@ -206,16 +245,16 @@ class Journal:
 
     def last_executed(self, model: str) -> int:
         """Returns the number of the last of a model's commands that was executed; -1 for none."""
-        with self._lock:
-            (seq,) = self._base.execute(
+        with self._reading() as base:
+            (seq,) = base.execute(
                 "SELECT MAX(seq) FROM commands WHERE target = ? AND status != 'waiting'", (model,)
             ).fetchone()
         return -1 if seq is None else int(seq)
 
     def _commands(self, where: str, values: Sequence[object]) -> list[Command]:
         columns = "number, request, owner, target, seq, kind, body, status, type, result"
-        with self._lock:
-            rows = self._base.execute(
+        with self._reading() as base:
+            rows = base.execute(
                 f"SELECT {columns} FROM commands WHERE {where} ORDER BY number", tuple(values)
             ).fetchall()
         return [Command(**dict(zip(columns.split(", "), row, strict=True))) for row in rows]
@@ -247,30 +286,30 @@ class Journal:
 
     def models(self, state: str) -> list[Model]:
         """Returns the models in a state, in the order in which they were made."""
-        with self._lock:
-            rows = self._base.execute(
+        with self._reading() as base:
+            rows = base.execute(
                 "SELECT id, session, adapter, state FROM models WHERE state = ? ORDER BY rowid", (state,)
             ).fetchall()
         return [Model(id=row[0], session=row[1], adapter=row[2], state=row[3]) for row in rows]
 
     def model(self, model: str, owner: str) -> Model | None:
         """Returns a model; None where the owner has none of that name."""
-        with self._lock:
-            row = self._base.execute(
+        with self._reading() as base:
+            row = base.execute(
                 "SELECT id, session, adapter, state FROM models WHERE id = ? AND owner = ?", (model, owner)
             ).fetchone()
         return None if row is None else Model(id=row[0], session=row[1], adapter=row[2], state=row[3])
 
     def model_state(self, model: str) -> str | None:
         """Returns the state of a model; None where there is none of that name."""
-        with self._lock:
-            row = self._base.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
+        with self._reading() as base:
+            row = base.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
         return None if row is None else str(row[0])
 
     def count_models(self, owner: str) -> int:
         """Returns how many models of an owner are live or yet to be made."""
-        with self._lock:
-            (count,) = self._base.execute(
+        with self._reading() as base:
+            (count,) = base.execute(
                 "SELECT COUNT(*) FROM models WHERE owner = ? AND state IN ('new', 'live')", (owner,)
             ).fetchone()
         return int(count)
@@ -291,8 +330,13 @@ class Journal:
 
     def sampler(self, sampler: str, owner: str | None = None) -> tuple[str | None] | None:
         """Returns the path of a sampler's weights, in a tuple; None where the owner has no such sampler."""
-        with self._lock:
-            row: tuple[str | None] | None = self._base.execute(
+        with self._reading() as base:
+            row: tuple[str | None] | None = base.execute(
                 "SELECT path FROM samplers WHERE id = ? AND (? IS NULL OR owner = ?)", (sampler, owner, owner)
             ).fetchone()
         return row
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Returns the primary code of an error of SQLite."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

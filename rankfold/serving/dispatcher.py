@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rankfold.serving.exchange import Backend, BackendLost, Outcome, Task, failure
 from rankfold.serving.fair_queue import FairQueue, Waiting, tokens_of
-from rankfold.serving.journal import Command, Journal, Status
+from rankfold.serving.folder import ServerFolder
+from rankfold.serving.journal import Command, Damaged, Journal, NotWritten, Status
+from rankfold.serving.standstill import Ended, Standstill
+
+_WRITING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+"""Kinds of commands that write a file."""
 
 
 class Dispatcher:
@@ -18,6 +23,7 @@ class Dispatcher:
     Args:
         journal: has the commands.
         backend: executes them.
+        folder: of the server, on whose disk there has to be room.
         finished: called in the thread, with the name of each command that was executed.
         lost: called in the thread, with a sentence, where the backend is lost; the thread ends.
     """
@@ -26,12 +32,15 @@ class Dispatcher:
         self,
         journal: Journal,
         backend: Backend,
+        folder: ServerFolder,
         *,
         finished: Callable[[str], None],
         lost: Callable[[str], None],
     ) -> None:
         self._journal, self._backend, self._finished, self._lost = journal, backend, finished, lost
+        self._folder = folder
         self._changed = threading.Condition()
+        self._standstill = Standstill()
         self._queue = FairQueue(lambda model, seq: self._next[model] == seq)
         self._tokens: dict[str, int] = {}
         """Of each key's commands that are not executed yet."""
@@ -56,9 +65,6 @@ class Dispatcher:
                 known is not None and known.status == "waiting"
             ):  # it was executed, and the process ended before it said so
                 self._write(known, restored.outcome)
-            for command in self._journal.since(model.id, restored.seq):
-                if command.kind == "forward_backward" and command.status == "done" and command.body is not None:
-                    self._backend.execute([self._task(command)])
         for command in self._journal.waiting():
             self._add(command)
 
@@ -71,8 +77,14 @@ class Dispatcher:
         with self._changed:
             self._ends = True
             self._changed.notify()
+        self._standstill.end()
         if self._thread.ident is not None:
             self._thread.join()
+
+    @property
+    def standstill(self) -> str | None:
+        """What all commands wait for, in a sentence; None where they do not."""
+        return self._standstill.sentence
 
     @property
     def num_waiting(self) -> int:
@@ -98,7 +110,15 @@ class Dispatcher:
             if waiting is None or waiting.command.kind != "asample":
                 return
             self._queue.remove(request)
-        self._note(waiting, failure(request, "the client cancelled the request."))
+        try:
+            self._write(waiting.command, failure(request, "the client cancelled the request."))
+        except NotWritten:
+            with self._changed:
+                self._queue.add(waiting)
+                self._changed.notify()
+            raise
+        with self._changed:
+            self._tokens[waiting.command.owner] -= waiting.tokens
 
     def _add(self, command: Command) -> None:
         assert command.body is not None
@@ -109,29 +129,44 @@ class Dispatcher:
         self._tokens[command.owner] = self._tokens.get(command.owner, 0) + tokens
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._ends and not (group := self._queue.take()):
-                    self._changed.wait()
-                if self._ends:
-                    return
-            gone = [one for one in group if self._is_gone(one.command)]
-            for one in gone:
-                self._note(one, failure(one.command.request, f"model {one.command.target} is not there any more."))
-            group = [one for one in group if one not in gone]
-            if not group:
-                continue
-            try:
-                outcomes = self._backend.execute([self._task(one.command) for one in group])
-            except BackendLost as loss:
-                self._lost(str(loss))
-                return
-            for one, outcome in zip(group, outcomes, strict=True):
-                self._note(one, outcome)
+        try:
+            while (group := self._take()) is not None:
+                self._execute(group)
+        except (BackendLost, Damaged, NotWritten) as loss:
+            self._lost(str(loss))
+        except Ended:
+            return
+
+    def _take(self) -> list[Waiting] | None:
+        """Waits for commands to execute; None where the thread is to end."""
+        with self._changed:
+            while not self._ends and not (group := self._queue.take()):
+                self._changed.wait()
+            return None if self._ends else group
+
+    def _execute(self, group: Sequence[Waiting]) -> None:
+        gone = [one for one in group if self._is_gone(one.command)]
+        for one in gone:
+            self._note(one, failure(one.command.request, f"model {one.command.target} is not there any more."))
+        group = [one for one in group if one not in gone]
+        if not group:
+            return
+        if group[0].command.kind in _WRITING:
+            self._wait_for_room(group[0].command.target)
+        outcomes = self._backend.execute([self._task(one.command) for one in group])
+        for one, outcome in zip(group, outcomes, strict=True):
+            self._note(one, outcome)
+
+    def _wait_for_room(self, model: str) -> None:
+        """Waits until the disk has room for another file of a model."""
+        while (sentence := self._folder.shortage(model)) is not None:
+            self._standstill.wait(sentence)
+        self._standstill.over()
 
     def _is_gone(self, command: Command) -> bool:
         """Returns whether the model that a command asks something of was unloaded, or could not be made."""
-        return command.kind != "asample" and self._journal.model_state(command.target) in ("unloaded", "failed")
+        kinds = ("asample", "unload_model")  # to unload it again does no harm
+        return command.kind not in kinds and self._journal.model_state(command.target) in ("unloaded", "failed")
 
     def _weights(self, command: Command) -> str:
         """Returns what an asample reads: a path, or "" for the base."""
@@ -147,7 +182,13 @@ class Dispatcher:
         """Writes a result down, and then says that it is there."""
         with self._changed:
             self._tokens[waiting.command.owner] -= waiting.tokens
-        self._write(waiting.command, outcome)
+        while True:
+            try:
+                self._write(waiting.command, outcome)
+                break
+            except NotWritten as problem:  # what was executed is known here alone
+                self._standstill.wait(str(problem))
+        self._standstill.over()
 
     def _write(self, command: Command, outcome: Outcome) -> None:
         journal, model = self._journal, command.target

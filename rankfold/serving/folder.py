@@ -1,6 +1,7 @@
 """The server's folder: which file holds what. Needs no torch.
 
     journal.sqlite                              what was promised and done
+    attempts.json                               what was being executed, as processes ended
     models/MODEL.safetensors                    each live model as of its last optimizer step
     weights/MODEL/NAME.safetensors              what save_weights saved
     sampler_weights/MODEL/NAME.safetensors      what save_weights_for_sampler saved
@@ -10,12 +11,14 @@ A colon in a model's name is an underscore in that of a file.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from rankfold.serving.commands import Saved
 
-_UNNAMED = "unnamed-"
+_UNNAMED = "_unnamed-"  # no client can give such a name
+_SPARE_BYTES = 1 << 20
 _KEPT = 16
 """Unnamed weights of a sampler that each model keeps."""
 
@@ -36,6 +39,22 @@ class ServerFolder:
     @property
     def journal(self) -> Path:
         return self.root / "journal.sqlite"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts.json"
+
+    def shortage(self, model: str) -> str | None:
+        """Returns a sentence where the disk has no room for another file of a model, None where it has."""
+        path = self.model(model)
+        try:
+            needed = 2 * path.stat().st_size + _SPARE_BYTES
+        except OSError:
+            needed = _SPARE_BYTES
+        found = shutil.disk_usage(self.root).free
+        if found >= needed:
+            return None
+        return f"the disk of {self.root} has {found} bytes left, and {needed} are needed: free some space."
 
     def model(self, model: str) -> Path:
         """Returns the file of a live model."""

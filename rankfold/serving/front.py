@@ -13,7 +13,7 @@ from starlette.routing import Route
 from engine.errors import UserError
 from rankfold.serving.checkpoint_calls import CheckpointCalls
 from rankfold.serving.future_calls import FutureCalls
-from rankfold.serving.journal import AnotherRequest
+from rankfold.serving.journal import AnotherRequest, Damaged, NotWritten
 from rankfold.serving.model_calls import ModelCalls
 from rankfold.serving.sampler_calls import SamplerCalls
 from rankfold.serving.service import Handler, Service
@@ -55,6 +55,10 @@ class Front:
                 raise HTTPException(409, str(error)) from None
             except UserError as error:
                 raise HTTPException(400, str(error)) from None
+            except NotWritten as error:
+                raise HTTPException(507, str(error)) from None
+            except Damaged as error:
+                raise HTTPException(503, str(error)) from None
 
         return guarded
 

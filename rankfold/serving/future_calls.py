@@ -36,7 +36,8 @@ class FutureCalls:
     def finished(self, request: str) -> None:
         """Wakes the clients that wait for a result; called in any thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._wake, request)
+            with suppress(RuntimeError):  # the loop has ended, and with it all who wait
+                self._loop.call_soon_threadsafe(self._wake, request)
 
     def _wake(self, request: str) -> None:
         if (event := self._polls.pop(request, None)) is not None:
@@ -56,11 +57,19 @@ class FutureCalls:
                     await asyncio.wait_for(event.wait(), self._service.limits.poll_seconds)
                 command = journal.command(name, owner)
         if command is not None and command.status == "waiting":
-            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+            return JSONResponse({"type": "try_again", "request_id": name, **self._queue_state()}, 408)
         if command is None or command.result is None:
             raise HTTPException(410, f"the promise {name[:200]!r} is lost: send the request again.")
         assert command.type in (JSON, PROTOBUF)
         return Response(command.result, media_type=command.type)
+
+    def _queue_state(self) -> dict[str, str]:
+        """Returns why a client waits, as the SDK logs it."""
+        assert self._service.dispatcher is not None
+        standstill = self._service.dispatcher.standstill
+        if standstill is None:
+            return {"queue_state": "active"}
+        return {"queue_state": "paused_capacity", "queue_state_reason": standstill}
 
     async def _cancel(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)

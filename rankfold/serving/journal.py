@@ -114,27 +114,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._lock, self._path = threading.RLock(), path
-        try:
-            self._base = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=2.0)
-            self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._base.execute("PRAGMA journal_mode=WAL")
-            self._base.execute("PRAGMA synchronous=FULL")
-            (version,) = self._base.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                self._base.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={_VERSION}; COMMIT;")
-            self._base.executescript("BEGIN IMMEDIATE; COMMIT;")  # takes the lock, which ends with the process
-            (flaw,) = self._base.execute("PRAGMA quick_check(1)").fetchone()
-            if flaw != "ok":
-                raise sqlite3.DatabaseError(" ".join(flaw.split()))
-        except sqlite3.OperationalError as error:
-            advice = "end the server that has it" if _code(error) in _TAKEN else "free some space if the disk is full"
-            raise UserError(f"{path} is not opened ({error}): {advice}, or give another --state.") from None
-        except sqlite3.DatabaseError as error:
-            raise UserError(f"{path} is no journal of a server ({error}): give another folder with --state.") from None
-        if version not in (0, _VERSION):
-            raise UserError(
-                f"{path} has version {version}, and this server reads {_VERSION}: give another folder with --state."
-            )
+        self._base = _open(path)
 
     def close(self) -> None:
         """Closes the file."""
@@ -184,9 +164,7 @@ class Journal:
     def session_state(self, session: str, owner: str) -> Literal["open", "finished"] | None:
         """Returns whether a session is open; None where the owner has none of that name."""
         with self._reading() as base:
-            row = base.execute(
-                "SELECT finished FROM sessions WHERE id = ? AND owner = ?", (session, owner)
-            ).fetchone()
+            row = base.execute("SELECT finished FROM sessions WHERE id = ? AND owner = ?", (session, owner)).fetchone()
         return None if row is None else "finished" if row[0] else "open"
 
     def finish_session(self, session: str) -> None:
@@ -335,6 +313,38 @@ class Journal:
                 "SELECT path FROM samplers WHERE id = ? AND (? IS NULL OR owner = ?)", (sampler, owner, owner)
             ).fetchone()
         return row
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Returns a connection to a journal, which no other process has; a new one where there is none.
+
+    Raises:
+        UserError: another server has it, it is that of another version, damaged or no journal.
+    """
+    base: sqlite3.Connection | None = None
+    try:
+        base = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=2.0)
+        base.execute("PRAGMA locking_mode=EXCLUSIVE")
+        base.execute("PRAGMA journal_mode=WAL")
+        base.execute("PRAGMA synchronous=FULL")
+        (version,) = base.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            base.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={_VERSION}; COMMIT;")
+        base.executescript("BEGIN IMMEDIATE; COMMIT;")  # takes the lock, which ends with the process
+        (flaw,) = base.execute("PRAGMA quick_check(1)").fetchone()
+        if flaw != "ok":
+            raise sqlite3.DatabaseError(" ".join(flaw.split()))
+        if version in (0, _VERSION):
+            return base
+        refusal = f"{path} has version {version}, and this server reads {_VERSION}: give another folder with --state."
+    except sqlite3.OperationalError as error:
+        advice = "end the server that has it" if _code(error) in _TAKEN else "free some space if the disk is full"
+        refusal = f"{path} is not opened ({error}): {advice}, or give another --state."
+    except sqlite3.DatabaseError as error:
+        refusal = f"{path} is no journal of a server, or is damaged ({error}): give another folder with --state."
+    if base is not None:
+        base.close()
+    raise UserError(refusal)
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -16,7 +16,6 @@ from rankfold.serving.exchange import BackendLost, Outcome, Restored, ServedMode
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.rank_process import AFTER_ANOTHER, ANSWER, REFUSAL, work
 
-_AGAIN = "start the server again, which goes on from there"
 _CAUSE_SECONDS = 5.0
 """How long a rank that ends as another is gone waits for that one to be found."""
 
@@ -36,27 +35,51 @@ class ModelProcess:
     """
 
     def __init__(self, model: ServedModel, folder: ServerFolder) -> None:
-        context = multiprocessing.get_context("spawn")
-        under_torchrun = "WORLD_SIZE" in os.environ
+        self._model, self._folder = model, folder
         self._num_ranks = model.ranks
+        self._under_torchrun = "WORLD_SIZE" in os.environ
         self._asking = threading.Lock()
-        self._loss: str | None = None
         self._closing = False
+        self.context: int = self._start()
+
+    def _start(self) -> int:
+        context, model = multiprocessing.get_context("spawn"), self._model
+        self._loss: str | None = None
         self._connections: list[Connection] = []
         self._processes = []
-        port = None if under_torchrun or model.ranks == 1 else _free_port()
-        for rank in range(1 if under_torchrun else model.ranks):
+        port = None if self._under_torchrun or model.ranks == 1 else _free_port()
+        for rank in range(1 if self._under_torchrun else model.ranks):
             connection, other = context.Pipe()
             environment = {} if port is None else _environment(rank, model.ranks, port)
             process = context.Process(
-                target=work, args=(other, os.getpid(), environment, model, folder), name=f"rank {rank}", daemon=True
+                target=work,
+                args=(other, os.getpid(), environment, model, self._folder),
+                name=f"rank {rank}",
+                daemon=True,
             )
             process.start()
             other.close()
             self._connections.append(connection)
             self._processes.append(process)
         with self._asking:
-            self.context: int = self._answer()
+            return int(self._answer())
+
+    def restart(self) -> None:
+        """Starts the ranks again after one was lost, without models.
+
+        Raises:
+            BackendLost: they do not start, or torchrun has started them.
+        """
+        if self._under_torchrun:
+            raise BackendLost(self._loss or "a rank of the model has ended")
+        self._end_ranks()
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()
+            process.join()
+        try:
+            self._start()
+        except UserError as error:
+            raise BackendLost(str(error)) from None
 
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
@@ -72,7 +95,10 @@ class ModelProcess:
         return found
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Calls `lost` with a sentence, in a thread, when a rank ends that nobody has ended."""
+        """Calls `lost` with a sentence, in a thread, when a rank ends that nobody has ended, and cannot be started again
+        as the next command is executed: under torchrun."""
+        if not self._under_torchrun:
+            return
 
         def look() -> None:
             wait([process.sentinel for process in self._processes])
@@ -127,12 +153,12 @@ class ModelProcess:
         """
         if self._loss is None:
             first = self._first_ended()
-            self._loss = f"{otherwise or 'the ranks of the model do not answer'}: {_AGAIN}"
+            self._loss = otherwise or "the ranks of the model do not answer"
             if first is not None:
                 rank, status = first
                 who = "the process that has the model" if self._num_ranks == 1 else f"rank {rank} of the model"
                 how = f"was killed by signal {-status}" if status < 0 else "has ended, and said why above"
-                self._loss = f"{who} {how}: {_AGAIN}"
+                self._loss = f"{who} {how}"
             self._end_ranks()
         return self._loss
 

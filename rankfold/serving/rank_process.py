@@ -46,7 +46,8 @@ def work(
 def _work(connection: Connection, model: ServedModel, folder: ServerFolder) -> None:
     from engine.distributed.failures import CommunicationError
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front ends this process
+    for one in (signal.SIGINT, signal.SIGTERM):  # which all processes of a service may get: the front ends this one
+        signal.signal(one, signal.SIG_IGN)
     try:
         run_rank(connection, model, folder)
     except UserError as error:

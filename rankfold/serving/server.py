@@ -13,16 +13,19 @@ from pathlib import Path
 import uvicorn
 
 from engine.errors import UserError
+from rankfold.serving.attempts import Attempts
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import BackendLost, ServedModel
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.front import Front
-from rankfold.serving.journal import Journal
+from rankfold.serving.journal import Damaged, Journal, NotWritten
 from rankfold.serving.model_process import ModelProcess
 from rankfold.serving.service import Limits, Service
+from rankfold.serving.supervised import Supervised
 
 _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
+_AGAIN = "start the server again, which goes on from there"
 
 
 class _Server(uvicorn.Server):
@@ -102,11 +105,14 @@ def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> 
         server.should_exit = True
 
     backend.watch(on_lost)
-    dispatcher = Dispatcher(service.journal, backend, finished=front.finished, lost=on_lost)
+    journal = service.journal
+    supervised = Supervised(backend, journal, Attempts(service.folder.attempts))
+    dispatcher = Dispatcher(journal, supervised, service.folder, finished=front.finished, lost=on_lost)
     dispatcher.restore()
     service.dispatcher = dispatcher
     dispatcher.start()
     server.run(sockets=[listening])
+    supervised.stop()
     dispatcher.stop()
     return lost[0] if lost else None
 
@@ -140,10 +146,10 @@ def run_server(
         if made:
             print(f"key: {known[0]} (RANKFOLD_SERVE_KEYS sets others)", flush=True)
         lost = serve(backend, service, listening)
-    except BackendLost as error:
+    except (BackendLost, Damaged, NotWritten) as error:
         lost = str(error)
     finally:
         journal.close()
     if lost is not None:
-        raise UserError(lost)
+        raise UserError(f"{lost.rstrip('.')}: {_AGAIN}.")
     backend.close()

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from engine.errors import UserError
+from rankfold.serving.attempts import Attempts
 from rankfold.serving.commands import Adapter
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import BackendLost, Outcome, Restored, Task, failure, success
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Journal
+from rankfold.serving.supervised import Supervised
 from tests.serving.asgi import KEY, OTHER_KEY, Answer, ask
 from tests.serving.bodies import adam, forward_backward, random_datum, sample
 
@@ -53,6 +55,10 @@ class StandIn:
 
     def restore(self, model: str) -> Restored | None:
         return self.restored.get(model)
+
+    def restart(self) -> None:
+        if self.is_lost:
+            raise BackendLost("the model is gone: start again.")
 
     def execute(self, tasks: Sequence[Task]) -> list[Outcome]:
         self.goes.wait(10)
@@ -92,7 +98,10 @@ class Served:
         self.lost: list[str] = []
         front = Front(service)
         self.front, self.app = front, front.app()
-        self.dispatcher = Dispatcher(self.journal, self.backend, finished=front.finished, lost=self.lost.append)
+        self.supervised = Supervised(self.backend, self.journal, Attempts(self.folder.attempts))
+        self.dispatcher = Dispatcher(
+            self.journal, self.supervised, self.folder, finished=front.finished, lost=self.lost.append
+        )
         service.dispatcher = self.dispatcher
 
     def start(self) -> None:

@@ -95,8 +95,8 @@ class ModelProcess:
         return found
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Calls `lost` with a sentence, in a thread, when a rank ends that nobody has ended, and cannot be started again
-        as the next command is executed: under torchrun."""
+        """Under torchrun, calls `lost` with a sentence, in a thread, when a rank ends that nobody has ended. Elsewhere
+        the next command finds out, and the ranks are started again."""
         if not self._under_torchrun:
             return
 

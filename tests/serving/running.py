@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +77,19 @@ class RunningServer:
         """Ends the front at once; the system ends the model's process with it."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def kill_model(self) -> None:
+        """Ends the model's processes at once, as the system does where memory is short."""
+        for pid in self._children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _children(self) -> list[int]:
+        found = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has ended
+                found += [int(one) for one in (task / "children").read_text().split()]
+        return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def stop(self) -> int:
         """Ends the server in order; returns its exit status."""

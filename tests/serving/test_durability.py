@@ -89,10 +89,13 @@ def trained(server: RunningServer, state: Path, seeds: tuple[int, ...], kills: i
     for thread in threads:
         thread.start()
     drawn = random.Random(kills)
-    for _ in range(kills):
+    for number in range(kills):
         time.sleep(drawn.uniform(0.1, 1.5))
-        server.kill()
-        server.start()
+        if number % 2:
+            server.kill_model()  # the front starts it again
+        else:
+            server.kill()
+            server.start()
     for thread in threads:
         thread.join(300)
         assert not thread.is_alive()

@@ -12,8 +12,8 @@ the folder --state: a server that was ended, in whatever way, goes on from there
 from __future__ import annotations
 
 import argparse
-import os
 import math
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,8 +59,8 @@ def build_parser() -> CommandLine:
     parser.add_argument(
         "--resident",
         type=read_gib,
-        help="most memory of adapters with their optimizers on the device, such as 8GiB; the others wait in their files "
-        "and come back as they were (default: a quarter of what is free beside the base)",
+        help="most memory of adapters with their optimizers on the device, such as 8GiB; the others wait in their "
+        "files and come back as they were (default: a quarter of what is free beside the base)",
     )
     parser.add_argument("--models", type=int, default=16, help="models that one key may have at a time (default 16)")
     layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")

@@ -76,7 +76,7 @@ class Tenants:
                 )
         source, plan = refuse_early(config, self._launch)
         check_adapters_alone(plan)
-        return self.adopt(self.build(config, self._launch, source, plan, self._log, objective=objective))
+        return self.adopt(self.build(config, self._launch, source, plan, log or self._log, objective=objective))
 
     def build(
         self,
@@ -96,12 +96,8 @@ class Tenants:
             launch,
             source,
             plan,
-<<<<<<< Updated upstream
             log,
             documents_per_row=documents_per_row,
-=======
-            log or self._log,
->>>>>>> Stashed changes
             mesh=self._base.mesh,
             base=self._shared,
             objective=objective,

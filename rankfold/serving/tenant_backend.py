@@ -74,20 +74,11 @@ class TenantBackend:
         self._tenants = Tenants(self._config(None), launch, log, tokens=options.tokens)
         self._decoder = self._tenants.base.source.model.decoder
         self.context = context_limit(self._decoder)
-<<<<<<< Updated upstream
-        self._models: dict[str, tuple[int, Adapter]] = {}
-        self._losses: dict[str, ClientLoss] = {}
-        self._readers: dict[Adapter, tuple[int, Path | None]] = {}
-        """Tenants that sample saved weights: one of each kind of adapter, and the file that it has."""
+        limit = self.ranks.told(_quarter(launch) if options.resident is None else options.resident * 2**30)
+        self._residents = Residents(self._tenants, self._config, folder, self.ranks, limit=limit)
         self._spread = Spread(self._tenants.base, options.parallel, self.ranks, options.tokens)
         self._sampler = Sampler(options.path, self.ranks, slots=options.slots, context=self.context)
         self._scores = Scores(self._spread, self.ranks)
-=======
-        limit = self._ranks.told(_quarter(launch) if options.resident is None else options.resident * 2**30)
-        self._residents = Residents(self._tenants, self._config, folder, self._ranks, limit=limit)
-        self._spread = Spread(self._tenants.base, options.parallel, self._ranks, options.tokens)
-        self._sampler = Sampler(options.path, self._ranks, slots=options.slots, context=self.context)
->>>>>>> Stashed changes
 
     def open_tokenizer(self) -> None:
         """Opens the tokenizer, which samples need.
@@ -103,12 +94,7 @@ class TenantBackend:
         written = self.ranks.decided(lambda: read_written(path))
         if written is None:
             return None
-<<<<<<< Updated upstream
-        self._add(model, written.adapter)
-        read_adapter(path, self._training(model), self.ranks, written, optimizer=True)
-=======
         self._residents.note(model, written.adapter)
->>>>>>> Stashed changes
         answer = success(written.request, json.loads(written.answer), written.adapter)
         return Restored(seq=written.seq, outcome=answer)
 
@@ -168,13 +154,8 @@ class TenantBackend:
         write_adapter(
             self._folder.model(task.target),
             self._training(task.target),
-<<<<<<< Updated upstream
             self.ranks,
-            self._models[task.target][1],
-=======
-            self._ranks,
             self._residents.adapter(task.target),
->>>>>>> Stashed changes
             request=task.request,
             seq=task.seq,
             answer=json.dumps(dict(answer)),
@@ -270,13 +251,8 @@ class TenantBackend:
         write_adapter(
             path,
             self._training(task.target),
-<<<<<<< Updated upstream
             self.ranks,
-            self._models[task.target][1],
-=======
-            self._ranks,
             self._residents.adapter(task.target),
->>>>>>> Stashed changes
             request=task.request,
             seq=task.seq,
             answer=json.dumps(answer),
@@ -288,13 +264,8 @@ class TenantBackend:
     def _load(self, task: Task) -> Outcome:
         request = read_json(task.body)
         saved, optimizer = read_path(request.get("path")), request.get("optimizer") is True
-<<<<<<< Updated upstream
         path, written = self.ranks.decided(lambda: self._saved(saved))
-        made = task.target not in self._models
-=======
-        path, written = self._ranks.decided(lambda: self._saved(saved))
         made = task.target not in self._residents
->>>>>>> Stashed changes
         if made:
             self._residents.create(task.target, written.adapter)
         adapter = self._residents.adapter(task.target)
@@ -303,17 +274,13 @@ class TenantBackend:
                 f"{saved} has rank {written.adapter.rank}, and other linears or another rank than this model, which "
                 f"has {adapter.rank}: load it into a model that is created from it."
             )
-<<<<<<< Updated upstream
-        read_adapter(path, self._training(task.target), self.ranks, written, optimizer=optimizer)
-=======
         try:
-            read_adapter(path, self._training(task.target), self._ranks, written, optimizer=optimizer)
+            read_adapter(path, self._training(task.target), self.ranks, written, optimizer=optimizer)
         except UserError:
             if made:
                 self._residents.remove(task.target)
             raise
         self._residents.has_gradient(task.target, False)
->>>>>>> Stashed changes
         answer: dict[str, object] = {"path": str(saved), "model_id": task.target, "type": "load_weights"}
         self._write(task, answer)
         return success(task.request, answer, adapter if made else None)
@@ -329,15 +296,8 @@ class TenantBackend:
         return path, written
 
     def _unload(self, task: Task) -> Outcome:
-<<<<<<< Updated upstream
-        number, _ = self._models.pop(task.target)
-        del self._losses[task.target]
-        self._tenants.remove(number)
-        self.ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
-=======
         self._residents.remove(task.target)
-        self._ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
->>>>>>> Stashed changes
+        self.ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
         return success(task.request, {"model_id": task.target, "type": "unload_model"})
 
     def _sample(self, tasks: Sequence[Task]) -> list[Outcome]:
@@ -370,21 +330,8 @@ class TenantBackend:
         if not target:
             return self._tenants.base
         saved = read_path(target)
-<<<<<<< Updated upstream
         path, written = self.ranks.decided(lambda: self._saved(saved))
-        kind = replace(written.adapter, seed=0)
-        number, has = self._readers.get(kind, (None, None))
-        if number is None:
-            number = self._tenants.add(self._config(kind), ClientLoss())
-        if has != path:
-            self._readers[kind] = number, None
-            read_adapter(path, self._tenants[number], self.ranks, written, optimizer=False)
-            self._readers[kind] = number, path
-        return self._tenants[number]
-=======
-        path, written = self._ranks.decided(lambda: self._saved(saved))
         return self._residents.reader(path, written)
->>>>>>> Stashed changes
 
 
 def _quarter(launch: Launch) -> float:

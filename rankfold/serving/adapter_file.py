@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ class Written:
         adapter: whose values they are.
         request, seq: of the command that wrote it.
         answer: to that command, JSON.
-        expires: when it is deleted, in seconds since 1970; None for never.
         updates, step: AdamW's count of updates, and the optimizer steps taken with those that were skipped.
     """
 
@@ -44,7 +42,6 @@ class Written:
     request: str
     seq: int
     answer: str
-    expires: float | None
     updates: float
     step: int
 
@@ -58,7 +55,6 @@ def write_adapter(
     request: str,
     seq: int,
     answer: str,
-    expires: float | None = None,
 ) -> None:
     """Writes a model's adapter durably, in place of what was there; it is whole or absent. Collective.
 
@@ -70,7 +66,6 @@ def write_adapter(
         request=request,
         seq=seq,
         answer=answer,
-        expires=expires,
         updates=float(training.optimizer.step_count),
         step=int(training.stages.step),
     )
@@ -149,11 +144,3 @@ def _read(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor
                 "model, or of a server that wrote the parts of its ranks."
             )
     return found
-
-
-def delete_expired(folder: Path) -> None:
-    """Deletes the files of a folder that have expired."""
-    for path in folder.glob("*.safetensors"):
-        written = read_written(path)
-        if written is not None and written.expires is not None and written.expires < time.time():
-            path.unlink(missing_ok=True)

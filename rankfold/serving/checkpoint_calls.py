@@ -1,13 +1,21 @@
-"""Requests about saved weights."""
+"""Requests about saved weights: what there is, who may read it, how long it stays, copies and downloads."""
 
 from __future__ import annotations
 
-import json
+import secrets
+from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rankfold.serving.service import Call, Service
+from engine.errors import UserError
+from rankfold.serving.catalogue import Checkpoint
+from rankfold.serving.commands import read_expiry, text_of, whole_of
+from rankfold.serving.pages import cut, page_of
+from rankfold.serving.service import MAX_SEQ, Call, Service
+
+_ONE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 class CheckpointCalls:
@@ -24,12 +32,80 @@ class CheckpointCalls:
         """Returns what is answered here."""
         return [
             Call("POST", "weights_info", self._weights_info),
+            Call("GET", "checkpoints", self._list),
+            Call("GET", "training_runs/{run}/checkpoints", self._list_of_run),
+            Call("DELETE", _ONE, self._delete),
+            Call("POST", f"{_ONE}/publish", self._publish),
+            Call("DELETE", f"{_ONE}/publish", self._unpublish),
+            Call("PUT", f"{_ONE}/ttl", self._set_expiry),
+            Call("POST", "copy_weights", self._copy),
         ]
 
     async def _weights_info(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)
-        adapter = json.loads(self._service.own_path(asked.get("tinker_path"), owner).adapter)
+        token = request.headers.get("x-tinker-weights-access-token")
+        adapter = self._service.adapter(self._service.weights(asked.get("tinker_path"), owner, token))
         flags = {name: adapter[name] for name in ("train_unembed", "train_mlp", "train_attn")}
-        return JSONResponse(
-            {"base_model": self._service.names[0], "is_lora": True, "lora_rank": adapter["rank"], **flags}
-        )
+        base = self._service.names[0]
+        return JSONResponse({"base_model": base, "is_lora": True, "lora_rank": adapter["rank"], **flags})
+
+    async def _list(self, request: Request, owner: str) -> Response:
+        entries = [one.entry for one in self._service.catalogue.of_owner(owner)]
+        page, cursor = cut(entries, *page_of(request, 100))
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
+
+    async def _list_of_run(self, request: Request, owner: str) -> Response:
+        run = self._service.catalogue.run(request.path_params["run"], owner)
+        if run is None:
+            raise HTTPException(404, "there is no such training run.")
+        found = self._service.catalogue.of_model(run.id)
+        return JSONResponse({"checkpoints": [one.entry for one in found if one.public or run.owner == owner]})
+
+    def _own(self, request: Request, owner: str) -> Checkpoint:
+        run, kind, name = (request.path_params[one] for one in ("run", "kind", "name"))
+        found = self._service.catalogue.own(owner, run, kind, name)
+        if found is None:
+            raise HTTPException(404, "there are no such weights among this key's.")
+        return found
+
+    async def _delete(self, request: Request, owner: str) -> Response:
+        self._service.catalogue.delete(self._own(request, owner).path)
+        return JSONResponse({})
+
+    async def _publish(self, request: Request, owner: str) -> Response:
+        self._service.catalogue.set_public(self._own(request, owner), True)
+        return JSONResponse({})
+
+    async def _unpublish(self, request: Request, owner: str) -> Response:
+        self._service.catalogue.set_public(self._own(request, owner), False)
+        return JSONResponse({})
+
+    async def _set_expiry(self, request: Request, owner: str) -> Response:
+        _, asked = await self._service.json(request)
+        self._service.catalogue.set_expiry(self._own(request, owner), read_expiry(asked))
+        return JSONResponse({})
+
+    async def _copy(self, request: Request, owner: str) -> Response:
+        _, asked = await self._service.json(request)
+        service = self._service
+        token = request.headers.get("x-tinker-weights-access-token", asked.get("weights_access_token"))
+        source = service.weights(text_of(asked, "source_path", limit=400), owner, token)
+        name = f"{owner}:{request.headers.get('x-idempotency-key', secrets.token_hex(16))[:200]}"
+        copied = service.catalogue.copy(name, source, owner, self._home(asked, owner), read_expiry(asked))
+        return JSONResponse({"tinker_path": str(copied)})
+
+    def _home(self, asked: dict[str, Any], owner: str) -> str:
+        """Returns the name of the model that a copy is to belong to."""
+        service, project = self._service, asked.get("destination_project_id")
+        if (asked.get("session_id") is None) == (project is None):
+            raise UserError("a copy needs a session_id with model_seq_id, or else a destination_project_id: give one.")
+        if project is not None:
+            session = secrets.token_hex(8)
+            service.journal.add_session(session, owner, project=text_of(asked, "destination_project_id"))
+            return f"{session}:train:0"
+        session = text_of(asked, "session_id")
+        service.open_session(session, owner)
+        model = f"{session}:train:{whole_of(asked, 'model_seq_id', 0, MAX_SEQ)}"
+        if service.journal.model_state(model) is not None:
+            raise UserError(f"{model} is there already: give a model_seq_id that the session has not used.")
+        return model

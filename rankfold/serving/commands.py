@@ -5,6 +5,7 @@ A body is kept in the journal as it came, and read where it is executed, so that
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -16,7 +17,11 @@ from engine.errors import UserError
 from engine.files.strict_json import ANSWER_LIMITS, JsonFlaw, parse_json
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_PATH = re.compile(r"tinker://([A-Za-z0-9:._-]{1,200})/(weights|sampler_weights)/([A-Za-z0-9._-]{1,128})")
+KINDS = ("weights", "sampler_weights", "external_weights")
+"""Kinds of saved weights: to train on, to sample from, and a PEFT adapter to download."""
+_PATH = re.compile(
+    rf"tinker://([A-Za-z0-9][A-Za-z0-9:._-]{{0,199}})/({'|'.join(KINDS)})/([A-Za-z0-9_][A-Za-z0-9._-]{{0,127}})"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +133,20 @@ def shown(value: object) -> str:
     return "not given" if value is None else repr(value)[:60]
 
 
+def check_optimizer(request: Mapping[str, Any]) -> None:
+    """Checks the optimizer_config of a request.
+
+    Raises:
+        UserError: it is another one than AdamW.
+    """
+    optimizer = request.get("optimizer_config") or {}
+    if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") != "adamw":
+        raise UserError(
+            f"optimizer_config has type {shown(dict(optimizer).get('type'))}, but models are trained with adamw here: "
+            "leave optimizer_config out."
+        )
+
+
 def read_adapter(request: Mapping[str, Any], seed: int) -> Adapter:
     """Returns the adapter of a create_model request.
 
@@ -138,12 +157,7 @@ def read_adapter(request: Mapping[str, Any], seed: int) -> Adapter:
     Raises:
         UserError: a number out of its range, an adapter without linears, or another optimizer than AdamW.
     """
-    optimizer = request.get("optimizer_config") or {}
-    if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") != "adamw":
-        raise UserError(
-            f"optimizer_config has type {shown(dict(optimizer).get('type'))}, but models are trained with adamw here: "
-            "leave optimizer_config out."
-        )
+    check_optimizer(request)
     lora = request.get("lora_config")
     if not isinstance(lora, dict):
         raise UserError("lora_config is missing, but models are trained by adapters alone here: give it with a rank.")
@@ -163,14 +177,20 @@ def read_adapter(request: Mapping[str, Any], seed: int) -> Adapter:
 
 
 def read_adam(request: Mapping[str, Any]) -> AdamOptions:
-    """Returns the options of an optim_step request.
+    """Returns the options of an optim_step request, in adam_params or, with a type, in optimizer_params.
 
     Raises:
         UserError: one out of its range, or of another optimizer.
     """
-    given = request.get("adam_params", request.get("optimizer_params"))
-    if not isinstance(given, dict) or given.get("type", "adamw") != "adamw":
-        raise UserError("the step has no adam_params, but models are trained with adamw here: send adam_params.")
+    given = request.get("adam_params")
+    if given is None:
+        given = request.get("optimizer_params")
+    if not isinstance(given, dict):
+        raise UserError("the step has neither adam_params nor optimizer_params: send adam_params.")
+    if (kind := given.get("type", "adamw")) != "adamw":
+        raise UserError(
+            f"optimizer_params are those of {shown(kind)}, but models are trained with adamw here: send adam_params."
+        )
     options = AdamOptions()
     return AdamOptions(
         learning_rate=number_of(given, "learning_rate", options.learning_rate, 0.0, 1e6),
@@ -203,6 +223,19 @@ def read_expiry(request: Mapping[str, Any]) -> float | None:
     if request.get("ttl_seconds") is None:
         return None
     return time.time() + whole_of(request, "ttl_seconds", 3600, 10 * 366 * 86400)
+
+
+def read_metadata(request: Mapping[str, Any]) -> str:
+    """Returns the user_metadata of a request, as JSON.
+
+    Raises:
+        UserError: it is no mapping, or has more than 64 KiB.
+    """
+    given = request.get("user_metadata") or {}
+    text = json.dumps(given)
+    if not isinstance(given, dict) or len(text) > 65536:
+        raise UserError("user_metadata is to be a mapping of at most 65536 characters of JSON: send less of it.")
+    return text
 
 
 def read_name(request: Mapping[str, Any], default: str) -> str:

@@ -198,6 +198,8 @@ class Dispatcher:
             journal.set_model(model, "failed")
         elif command.kind == "unload_model" and outcome.good:
             journal.set_model(model, "unloaded")
+        if outcome.saved is not None:
+            journal.add_checkpoint(command.owner, model, outcome.saved)
         status: Status = "done" if outcome.good else "failed"
         journal.set_result(command.request, status, outcome.type, outcome.body, keep_body=outcome.keeps)
         if command.kind in ("optim_step", "load_weights") and outcome.good:

@@ -61,6 +61,23 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SavedWeights:
+    """Weights that a task saved under a name.
+
+    Args:
+        path: tinker://MODEL/KIND/NAME.
+        num_bytes: of their files.
+        expires: when they are deleted, in seconds since 1970; None for never.
+        metadata: what the client keeps with them, as JSON.
+    """
+
+    path: str
+    num_bytes: int
+    expires: float | None
+    metadata: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """The result of a task.
 
@@ -70,6 +87,7 @@ class Outcome:
         type, body: content type and bytes of the answer to the client; where it was not executed the error in JSON.
         adapter: of a model that the task made.
         keeps: whether a restart has to execute the task again, because the gradient that it made is on no disk.
+        saved: what the task saved.
     """
 
     request: str
@@ -78,6 +96,7 @@ class Outcome:
     body: bytes
     adapter: Adapter | None = None
     keeps: bool = False
+    saved: SavedWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

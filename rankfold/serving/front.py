@@ -15,6 +15,7 @@ from rankfold.serving.checkpoint_calls import CheckpointCalls
 from rankfold.serving.future_calls import FutureCalls
 from rankfold.serving.journal import AnotherRequest, Damaged, NotWritten
 from rankfold.serving.model_calls import ModelCalls
+from rankfold.serving.run_calls import RunCalls
 from rankfold.serving.sampler_calls import SamplerCalls
 from rankfold.serving.service import Handler, Service
 from rankfold.serving.session_calls import SessionCalls
@@ -36,8 +37,8 @@ class Front:
     def app(self) -> Starlette:
         """Returns the application."""
         service = self._service
-        parts = (SessionCalls(service), ModelCalls(service), CheckpointCalls(service), SamplerCalls(service))
-        calls = [call for part in (*parts, self._futures) for call in part.calls()]
+        kinds = (SessionCalls, RunCalls, ModelCalls, CheckpointCalls, SamplerCalls)
+        calls = [call for part in (*(kind(service) for kind in kinds), self._futures) for call in part.calls()]
         routes = [Route(f"{_ROOT}/{path}", self._guarded(handler), methods=[method]) for method, path, handler in calls]
         routes.append(Route(f"{_ROOT}/healthz", _healthy, methods=["GET"]))
         return Starlette(routes=routes, exception_handlers={HTTPException: _refusal})

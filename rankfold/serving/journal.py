@@ -14,29 +14,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.errors import UserError
+from rankfold.serving.exchange import SavedWeights
 
 Status = Literal["waiting", "done", "failed"]
 
-_VERSION = 1
+_VERSION = 2
 _TABLES = """
-CREATE TABLE sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished INTEGER NOT NULL DEFAULT 0, made REAL NOT NULL DEFAULT 0,
+    title TEXT, project TEXT, metadata TEXT, ending TEXT
+);
 CREATE TABLE models (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, adapter TEXT NOT NULL DEFAULT '',
-    state TEXT NOT NULL DEFAULT 'new'
+    state TEXT NOT NULL DEFAULT 'new', made REAL NOT NULL DEFAULT 0, metadata TEXT
 );
 CREATE TABLE commands (
     number INTEGER PRIMARY KEY AUTOINCREMENT, request TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, target TEXT NOT NULL,
     seq INTEGER, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB, status TEXT NOT NULL DEFAULT 'waiting',
-    type TEXT, result BLOB, done REAL
+    type TEXT, result BLOB, done REAL, finish INTEGER
 );
 CREATE INDEX waiting ON commands (status, number);
 CREATE INDEX of_target ON commands (target, seq);
+CREATE INDEX finishes ON commands (finish);
 CREATE TABLE samplers (
-    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, path TEXT
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, path TEXT, clients INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE checkpoints (
+    path TEXT PRIMARY KEY, owner TEXT NOT NULL, model TEXT NOT NULL, made REAL NOT NULL, bytes INTEGER NOT NULL,
+    public INTEGER NOT NULL DEFAULT 0, expires REAL, metadata TEXT
+);
+CREATE INDEX of_model ON checkpoints (model);
+CREATE TABLE copies (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 """
 
 
@@ -93,13 +104,13 @@ class Model:
         id: its name.
         session: that it was made in.
         adapter: its adapter, as JSON; "" until it was made.
-        state: whether it is yet to be made, can be trained, was unloaded, or could not be made.
+        state: whether it is yet to be made, can be trained, was unloaded, could not be made, or holds copied weights.
     """
 
     id: str
     session: str
     adapter: str
-    state: Literal["new", "live", "unloaded", "failed"]
+    state: Literal["new", "live", "unloaded", "failed", "copy"]
 
 
 class Journal:
@@ -140,7 +151,7 @@ class Journal:
                 raise Damaged(f"{self._path} is damaged ({error}): give another folder with --state.") from error
 
     @contextmanager
-    def _turn(self) -> Iterator[sqlite3.Connection]:
+    def turn(self) -> Iterator[sqlite3.Connection]:
         """Takes a turn, in which all changes are made or none.
 
         Raises:
@@ -157,9 +168,25 @@ class Journal:
                     base.execute("ROLLBACK")
                 raise
 
-    def add_session(self, session: str, owner: str) -> None:
-        with self._turn() as base:
-            base.execute("INSERT INTO sessions (id, owner) VALUES (?, ?)", (session, owner))
+    def rows(self, query: str, values: Sequence[object] = ()) -> list[Any]:
+        """Returns the rows of a query."""
+        with self._reading() as base:
+            return base.execute(query, tuple(values)).fetchall()
+
+    def add_session(
+        self, session: str, owner: str, *, title: str | None = None, project: str | None = None, metadata: str = "{}"
+    ) -> None:
+        """Writes a session down.
+
+        Args:
+            title, project: labels that its client gives it.
+            metadata: what its client keeps with it, as JSON.
+        """
+        with self.turn() as base:
+            base.execute(
+                "INSERT INTO sessions (id, owner, made, title, project, metadata) VALUES (?, ?, ?, ?, ?, ?)",
+                (session, owner, time.time(), title, project, metadata),
+            )
 
     def session_state(self, session: str, owner: str) -> Literal["open", "finished"] | None:
         """Returns whether a session is open; None where the owner has none of that name."""
@@ -167,9 +194,16 @@ class Journal:
             row = base.execute("SELECT finished FROM sessions WHERE id = ? AND owner = ?", (session, owner)).fetchone()
         return None if row is None else "finished" if row[0] else "open"
 
-    def finish_session(self, session: str) -> None:
-        with self._turn() as base:
-            base.execute("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))
+    def finish_session(self, session: str, ending: str = "{}") -> None:
+        """Ends a session, unless it has ended.
+
+        Args:
+            ending: what the client says of it, as JSON.
+        """
+        with self.turn() as base:
+            base.execute(
+                "UPDATE sessions SET finished = 1, ending = ? WHERE id = ? AND NOT finished", (ending, session)
+            )
 
     def add_command(
         self, *, request: str, owner: str, target: str, seq: int | None, kind: str, body: bytes, session: str | None
@@ -186,7 +220,7 @@ class Journal:
             AnotherRequest: a request of that name was another one.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
-        with self._turn() as base:
+        with self.turn() as base:
             row = base.execute(
                 "SELECT digest, owner, kind, status != 'waiting' AND result IS NULL FROM commands WHERE request = ?",
                 (request,),
@@ -201,7 +235,10 @@ class Journal:
                 base.execute("UPDATE commands SET status = 'waiting', body = ? WHERE request = ?", (body, request))
                 return True
             if session is not None:
-                base.execute("INSERT INTO models (id, session, owner) VALUES (?, ?, ?)", (target, session, owner))
+                base.execute(
+                    "INSERT INTO models (id, session, owner, made) VALUES (?, ?, ?, ?)",
+                    (target, session, owner, time.time()),
+                )
             base.execute(
                 "INSERT INTO commands (request, owner, target, seq, kind, digest, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (request, owner, target, seq, kind, digest, body),
@@ -243,23 +280,33 @@ class Journal:
         Args:
             keep_body: whether a restart may have to execute the command again.
         """
-        with self._turn() as base:
+        with self.turn() as base:
             base.execute(
-                "UPDATE commands SET status = ?, type = ?, result = ?, done = ?, body = CASE WHEN ? THEN body END "
-                "WHERE request = ?",
+                "UPDATE commands SET status = ?, type = ?, result = ?, done = ?, body = CASE WHEN ? THEN body END, "
+                "finish = (SELECT COALESCE(MAX(finish), 0) + 1 FROM commands) WHERE request = ?",
                 (status, type_, result, time.time(), keep_body, request),
+            )
+
+    def add_checkpoint(self, owner: str, model: str, saved: SavedWeights) -> None:
+        """Writes saved weights down, in place of others at their path, which stay public where they are."""
+        with self.turn() as base:
+            base.execute(
+                "INSERT INTO checkpoints (path, owner, model, made, bytes, expires, metadata) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (path) DO UPDATE SET made = excluded.made, "
+                "bytes = excluded.bytes, expires = excluded.expires, metadata = excluded.metadata",
+                (saved.path, owner, model, time.time(), saved.num_bytes, saved.expires, saved.metadata),
             )
 
     def forget_bodies(self, model: str, seq: int) -> None:
         """Drops the bodies of a model's executed commands up to one."""
-        with self._turn() as base:
+        with self.turn() as base:
             base.execute(
                 "UPDATE commands SET body = NULL WHERE target = ? AND seq <= ? AND status != 'waiting'", (model, seq)
             )
 
     def forget_results(self, before: float) -> None:
         """Drops results that were written before a time, in seconds since 1970; their promises are lost."""
-        with self._turn() as base:
+        with self.turn() as base:
             base.execute("UPDATE commands SET result = NULL WHERE done < ? AND result IS NOT NULL", (before,))
 
     def models(self, state: str) -> list[Model]:
@@ -293,14 +340,14 @@ class Journal:
         return int(count)
 
     def set_model(self, model: str, state: str, adapter: str | None = None) -> None:
-        with self._turn() as base:
+        with self.turn() as base:
             base.execute(
                 "UPDATE models SET state = ?, adapter = COALESCE(?, adapter) WHERE id = ?", (state, adapter, model)
             )
 
     def add_sampler(self, sampler: str, session: str, owner: str, path: str | None) -> None:
         """Writes a sampler down; does nothing where it is there."""
-        with self._turn() as base:
+        with self.turn() as base:
             base.execute(
                 "INSERT OR IGNORE INTO samplers (id, session, owner, path) VALUES (?, ?, ?, ?)",
                 (sampler, session, owner, path),

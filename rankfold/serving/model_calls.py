@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
-from rankfold.serving.commands import read_adapter, text_of, whole_of
+from rankfold.serving.commands import check_optimizer, read_adapter, read_expiry, read_metadata, text_of, whole_of
 from rankfold.serving.folder import sampler_of
 from rankfold.serving.loss_request import head_of
 from rankfold.serving.service import MAX_SEQ, Call, Handler, Service
@@ -52,7 +52,10 @@ class ModelCalls:
         journal, most = self._service.journal, self._service.limits.models
         if journal.model(model, owner) is None and journal.count_models(owner) >= most:
             raise UserError(f"the key has {most} models, as many as it may: unload one with unload_model.")
-        return self._service.take(kind, body, owner, model, 0, session=session)
+        metadata = read_metadata(asked)
+        answer = self._service.take(kind, body, owner, model, 0, session=session)
+        self._service.catalogue.describe_model(model, metadata)
+        return answer
 
     async def _get_info(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)
@@ -79,14 +82,23 @@ class ModelCalls:
         async def take(request: Request, owner: str) -> Response:
             body, asked = await self._service.json(request)
             model = self._service.model(text_of(asked, "model_id"), owner)
+            if kind == "save_weights":
+                self._check_save(asked)
             return self._service.take(kind, body, owner, model.id, whole_of(asked, "seq_id", 1, MAX_SEQ))
 
         return take
+
+    def _check_save(self, asked: Mapping[str, Any]) -> None:
+        """Refuses what no execution would take, and makes way for a name whose weights have expired."""
+        read_expiry(asked)
+        read_metadata(asked)
+        self._service.catalogue.delete_expired()
 
     async def _save_for_sampler(self, request: Request, owner: str) -> Response:
         body, asked = await self._service.json(request)
         model = self._service.model(text_of(asked, "model_id"), owner)
         seq = whole_of(asked, "seq_id", 1, MAX_SEQ)
+        self._check_save(asked)
         answer = self._service.take("save_weights_for_sampler", body, owner, model.id, seq)
         if asked.get("path") is None:
             number = whole_of(asked, "sampling_session_seq_id", 0, MAX_SEQ)
@@ -96,7 +108,10 @@ class ModelCalls:
 
     async def _load(self, request: Request, owner: str) -> Response:
         body, asked = await self._service.json(request)
-        self._service.own_path(asked.get("path"), owner)
+        check_optimizer(asked)
+        weights = self._service.weights(asked.get("path"), owner, asked.get("weights_access_token"))
+        if weights.path.kind == "external_weights":
+            raise UserError(f"{weights.path} is an adapter to download: load weights that save_weights saved.")
         if asked.get("session_id") is None:
             model = self._service.model(text_of(asked, "model_id"), owner)
             return self._service.take("load_weights", body, owner, model.id, whole_of(asked, "seq_id", 1, MAX_SEQ))

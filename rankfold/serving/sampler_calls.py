@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.errors import UserError
 from rankfold.serving.commands import text_of, whole_of
 from rankfold.serving.service import MAX_SEQ, Call, Service
 
@@ -36,7 +37,9 @@ class SamplerCalls:
         if path is None:
             self._service.check_base(asked.get("base_model"))
         else:
-            self._service.own_path(path, owner)
+            path = str(self._service.weights(path, owner).path)
+            if "/external_weights/" in path:
+                raise UserError(f"{path} is an adapter to download: sample from weights of another kind.")
         sampler = f"{session}:sample:{whole_of(asked, 'sampling_session_seq_id', 0, MAX_SEQ)}"
         self._service.journal.add_sampler(sampler, session, owner, path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})

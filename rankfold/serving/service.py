@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
-from rankfold.serving.commands import read_json, read_path
+from rankfold.serving.catalogue import Catalogue, Checkpoint
+from rankfold.serving.commands import read_json
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Journal, Model
@@ -85,6 +87,7 @@ class Service:
     ) -> None:
         self.names, self.context, self.limits = tuple(names), context, limits
         self.journal, self.folder = journal, folder
+        self.catalogue = Catalogue(journal, folder)
         self.dispatcher: Dispatcher | None = None
         self._keys = [key.encode() for key in keys]
 
@@ -131,17 +134,30 @@ class Service:
         found = self.journal.model(model, owner)
         if found is None:
             raise HTTPException(404, f"there is no model {model[:200]!r}: create it.")
+        if found.state == "copy":
+            raise HTTPException(400, f"{model} holds copied weights, and is not trained: create a model from them.")
         if found.state in ("unloaded", "failed"):
             raise HTTPException(404, f"model {model} is {found.state}: create another one.")
         return found
 
-    def own_path(self, path: object, owner: str) -> Model:
-        """Returns the model whose weights a path names."""
-        saved = read_path(path)
-        model = self.journal.model(saved.model, owner)
-        if model is None or not self.folder.saved(saved).is_file():
-            raise HTTPException(404, f"there are no weights at {saved}.")
-        return model
+    def weights(self, path: object, owner: str, token: object = None) -> Checkpoint:
+        """Returns saved weights that a client may read: its own, public ones, or those of the key that it gives.
+
+        Args:
+            token: the other key, None for none.
+        """
+        if token is not None:
+            owner = self.owner(str(token))
+        found = self.catalogue.readable(path, owner)
+        if found is None or not self.folder.saved(found.path).exists():
+            raise HTTPException(404, f"there are no weights at {str(path)[:400]}, or they are another key's.")
+        return found
+
+    def adapter(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Returns the adapter whose weights were saved."""
+        ((adapter,),) = self.journal.rows("SELECT adapter FROM models WHERE id = ?", (checkpoint.path.model,))
+        found: dict[str, Any] = json.loads(adapter)
+        return found
 
     def take(
         self, kind: str, body: bytes, owner: str, target: str, seq: int | None, *, session: str | None = None,

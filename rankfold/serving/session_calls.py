@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rankfold.serving.commands import text_of
+from rankfold.serving.commands import read_metadata, text_of
 from rankfold.serving.service import Call, Service
 
 _A_DAY = 86400.0
@@ -42,10 +45,13 @@ class SessionCalls:
         return JSONResponse({"parallel_fwdbwd_chunks": True, "sample_max_concurrent_requests": 256})
 
     async def _create_session(self, request: Request, owner: str) -> Response:
-        await self._service.json(request)
+        _, asked = await self._service.json(request)
+        labels = {name: _label(asked, field) for name, field in (("title", "display_name"), ("project", "project_id"))}
+        metadata = read_metadata(asked)
         self._service.journal.forget_results(time.time() - _A_DAY)
+        self._service.catalogue.delete_expired()
         session = secrets.token_hex(8)
-        self._service.journal.add_session(session, owner)
+        self._service.journal.add_session(session, owner, **labels, metadata=metadata)
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def _heartbeat(self, request: Request, owner: str) -> Response:
@@ -57,7 +63,9 @@ class SessionCalls:
         session = request.path_params["session"]
         if self._service.journal.session_state(session, owner) is None:
             raise HTTPException(404, f"there is no session {session[:64]!r}.")
-        self._service.journal.finish_session(session)
+        _, said = await self._service.json(request)
+        ending = json.dumps({name: said.get(name) for name in ("reason", "detail")})
+        self._service.journal.finish_session(session, ending)
         return JSONResponse({})
 
     async def _capabilities(self, request: Request, owner: str) -> Response:
@@ -70,3 +78,7 @@ class SessionCalls:
     async def _telemetry(self, request: Request, owner: str) -> Response:
         await self._service.body(request)  # it is kept nowhere
         return JSONResponse({"status": "accepted"})
+
+
+def _label(asked: Mapping[str, Any], name: str) -> str | None:
+    return None if asked.get(name) is None else text_of(asked, name)

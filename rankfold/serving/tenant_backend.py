@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training
-from rankfold.serving.adapter_file import Written, delete_expired, read_adapter, read_written, write_adapter
+from rankfold.serving.adapter_file import Written, read_adapter, read_written, write_adapter
 from rankfold.serving.answers import forward_backward_answer
 from rankfold.serving.commands import (
     Adapter,
@@ -33,12 +32,13 @@ from rankfold.serving.commands import (
     read_adam,
     read_expiry,
     read_json,
+    read_metadata,
     read_name,
     read_path,
     whole_of,
 )
 from rankfold.serving.commands import read_adapter as read_adapter_options
-from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, ServedModel, Task, failure, success
+from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, SavedWeights, ServedModel, Task, failure, success
 from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import TokenInputs, loss_sum
@@ -241,11 +241,11 @@ class TenantBackend:
             there = read_written(path)
             if there is not None and there.request != task.request and request.get("overwrite") is not True:
                 raise UserError(f"{saved} is there already: save under another name, or set overwrite to true.")
-            delete_expired(path.parent)
 
-        def forget() -> None:
+        def finish() -> int:
             for old in self._folder.old_unnamed(task.target):
                 old.unlink(missing_ok=True)
+            return path.stat().st_size
 
         self.ranks.decided(make_way)
         write_adapter(
@@ -256,10 +256,13 @@ class TenantBackend:
             request=task.request,
             seq=task.seq,
             answer=json.dumps(answer),
-            expires=read_expiry(request),
         )
-        self.ranks.decided(forget)
-        return success(task.request, answer)
+        size = self.ranks.decided(finish)
+        done = success(task.request, answer)
+        if answer["path"] is None:
+            return done
+        expires, metadata = read_expiry(request), read_metadata(request)
+        return replace(done, saved=SavedWeights(path=str(saved), num_bytes=size, expires=expires, metadata=metadata))
 
     def _load(self, task: Task) -> Outcome:
         request = read_json(task.body)
@@ -288,7 +291,7 @@ class TenantBackend:
     def _saved(self, saved: Saved) -> tuple[Path, Written]:
         path = self._folder.saved(saved)
         written = read_written(path)
-        if written is None or (written.expires is not None and written.expires < time.time()):
+        if written is None:
             raise UserError(
                 f"there are no weights at {saved}: they have expired, or are older unnamed ones, of which a model "
                 "keeps the newest."

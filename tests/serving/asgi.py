@@ -27,15 +27,19 @@ async def ask(
     *,
     key: str = KEY,
     headers: dict[str, str] | None = None,
+    method: str | None = None,
 ) -> Answer:
-    """Sends a GET without a body, else a POST; a body of several parts arrives in these."""
+    """Sends a GET without a body, else a POST, unless `method` says another; a body of several parts arrives in
+    these."""
+    path, _, query = path.partition("?")
     data = json.dumps(body).encode() if isinstance(body, dict) else body
     parts = [b""] if data is None else [data] if isinstance(data, bytes) else [*data]
     waiting = [{"type": "http.request", "body": one, "more_body": n + 1 < len(parts)} for n, one in enumerate(parts)]
     given = {"x-api-key": key, **(headers or {})}
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "query_string": b"",
-        "method": "GET" if data is None else "POST", "path": f"/api/v1/{path}", "raw_path": b"", "root_path": "",
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "raw_path": b"",
+        "method": method or ("GET" if data is None else "POST"), "path": f"/api/v1/{path}", "root_path": "",
+        "query_string": query.encode(),
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
         "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
     }  # fmt: skip

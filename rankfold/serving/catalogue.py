@@ -260,4 +260,13 @@ def timestamp(seconds: float) -> str:
     Args:
         seconds: since 1970.
     """
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    return time_of(seconds).isoformat()
+
+
+def time_of(seconds: float) -> datetime:
+    """Returns a time to the microsecond, which is what the protocol writes.
+
+    Args:
+        seconds: since 1970.
+    """
+    return datetime.fromtimestamp(seconds, UTC)

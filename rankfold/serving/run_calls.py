@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
-from rankfold.serving.catalogue import Run, Session, timestamp
+from rankfold.serving.catalogue import Run, Session, time_of, timestamp
 from rankfold.serving.commands import text_of, whole_of
 from rankfold.serving.pages import cut, page_of
 from rankfold.serving.service import Call, Service
@@ -110,7 +110,7 @@ class RunCalls:
         limit = 50 if asked.get("limit") is None else whole_of(asked, "limit", 1, 200)
         found = [one for one in self._catalogue.sessions(owner) if _matches(one, asked)]
         if (cursor := asked.get("cursor")) is not None:
-            found = [one for one in found if (one.made, one.id) < _place(cursor)]
+            found = [one for one in found if (time_of(one.made), one.id) < _place(cursor)]
         page = found[:limit]
         more = len(found) > limit
         last = {"last_created_at": timestamp(page[-1].made), "last_session_id": page[-1].id} if more else None
@@ -172,8 +172,8 @@ def _has_status(session: Session, wanted: Mapping[str, Any]) -> bool:
     return status["type"] == wanted.get("type") and (reasons is None or status.get("reason", {}).get("type") in reasons)
 
 
-def _place(cursor: Mapping[str, Any]) -> tuple[float, str]:
+def _place(cursor: Mapping[str, Any]) -> tuple[datetime, str]:
     try:
-        return datetime.fromisoformat(str(cursor["last_created_at"])).timestamp(), str(cursor["last_session_id"])
+        return datetime.fromisoformat(str(cursor["last_created_at"])).astimezone(UTC), str(cursor["last_session_id"])
     except (ValueError, KeyError, TypeError):
         raise UserError("cursor is none of this server's: send next_cursor of the page before.") from None

@@ -9,6 +9,7 @@
     rankfold benchmark generate
     rankfold benchmark rollouts
     rankfold benchmark tower
+    rankfold benchmark tenants
     rankfold benchmark loader
 
 Each section is a module of `rankfold.benchmarking` with `run(options)`, which gives a Table or a Report; its options

@@ -43,7 +43,8 @@ class Tenants:
         self._shared = SharedBase()
         source, plan = refuse_early(config, launch)
         without = replace(plan, modules=TrainingPlan(seed=plan.modules.seed), trained={})
-        self._base = build_training(config, launch, source, without, log, base=self._shared)
+        bare = replace(config, lora=replace(config.lora, init_from=None))
+        self._base = build_training(bare, launch, source, without, log, base=self._shared)
         self._trainings: dict[int, Training] = {}
         self._joins: dict[int, bool] = {}
         self._joint: JointPass | None = None

@@ -187,6 +187,20 @@ class RolloutsOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TenantsOptions(ModelOptions):
+    """Steps of several adapters on one base, together, against each alone and against PEFT, which switches."""
+
+    PEERS: ClassVar[tuple[str, ...]] = ("peft",)
+
+    adapters: int = option(8, "adapters, each with a batch of its own", least=1)
+    rows: int = option(1, "rows in an adapter's batch", least=1)
+    length: int = option(64, "tokens in a row")
+    joined: int = option(4096, "tokens of a joined micro-batch, at most", least=1)
+    repeats: int = option(15, "timed turns, a step of every adapter each", least=1)
+    warmup: int = option(2, "untimed turns before", least=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TowerOptions(SectionOptions):
     """A SigLIP tower against transformers' own: time and peak memory, forward alone or with backward to all weights."""
 
@@ -244,6 +258,7 @@ SECTIONS: dict[str, type] = {
     "save": SaveOptions,
     "generate": GenerateOptions,
     "rollouts": RolloutsOptions,
+    "tenants": TenantsOptions,
     "tower": TowerOptions,
     "loader": LoaderOptions,
 }

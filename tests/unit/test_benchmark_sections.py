@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels section counts bytes with the 
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import REFERENCE
-from rankfold.benchmarking import generate, loader, rollouts, tower
+from rankfold.benchmarking import generate, loader, rollouts, tenants, tower
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
@@ -43,7 +43,7 @@ from rankfold.benchmarking.options import (
     for_device,
     read_shapes,
 )
-from rankfold.benchmarking.sections import GenerateOptions, LoaderOptions, RolloutsOptions, TowerOptions
+from rankfold.benchmarking.sections import GenerateOptions, LoaderOptions, RolloutsOptions, TenantsOptions, TowerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -306,6 +306,19 @@ def test_rollouts_section(tmp_path: Path) -> None:
     width = 2 * 2 * 2 * 8 * 4
     assert sides[rollouts.PEER]["cache_bytes"]() == 12 * (20 + 3 - 1) * width
     assert sides[rollouts.ENGINE]["cache_bytes"]() > 0
+
+
+def test_tenants_section(tmp_path: Path) -> None:
+    """All sides start from the same adapters, of which each has a batch of its own; one that differs is refused."""
+    options = TenantsOptions(**{**TINY_MODEL, "rows": 1, "length": 8, "rank": 2, "adapters": 3, "device": "cpu"})
+    tenants.write_folder(options, tmp_path)
+    sides = {side: tenants.offer(side, tmp_path, options) for side in (tenants.TOGETHER, tenants.ALONE, tenants.PEER)}
+    figures = {side: asked["figures"]() for side, asked in sides.items()}
+    assert len(set(figures[tenants.PEER])) == 3 and "agree within" in tenants._agreement(options, figures)
+    figures[tenants.PEER][1] = figures[tenants.PEER][0]
+    with pytest.raises(RuntimeError, match="compute different things"):
+        tenants._agreement(options, figures)
+    assert all(asked["seconds"]() > 0 for asked in sides.values())
 
 
 def _mixed_up(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:

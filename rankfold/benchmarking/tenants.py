@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -58,8 +58,9 @@ class _Side(Protocol):
 
 
 def _config(options: TenantsOptions, folder: Path, number: int) -> RunConfig:
+    how: dict[str, Any] = {"dtype": options.dtype, "kernels": options.kernels}  # whose words the options checked
     return RunConfig(
-        model=RunModelOptions(path=str(folder / MODEL), dtype=options.dtype, kernels=options.kernels),
+        model=RunModelOptions(path=str(folder / MODEL), **how),
         lora=LoraOptions(
             rank=options.rank,
             alpha=options.rank * LORA_ALPHA_OVER_RANK,

@@ -6,7 +6,9 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m rankfold serve --model HF_DIR --te
 
 Clients need the address and a key: TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=KEY python recipe.py. The keys
 are those in RANKFOLD_SERVE_KEYS, separated by commas, or one that is printed at the start. What was acknowledged is in
-the folder --state: a server that was ended, in whatever way, goes on from there.
+the folder --state: a server that was ended, in whatever way, goes on from there. http://127.0.0.1:8000/ is a page that
+shows clients, queues, tokens and memory, and /metrics has them for Prometheus, to who has RANKFOLD_SERVE_WATCH_KEY, or
+the key for it that is printed at the start.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from engine.config.run import RunConfig
 from engine.config.units import read_gib, read_length
 from engine.errors import UserError
 
-_KEYS = "RANKFOLD_SERVE_KEYS"
+_KEYS, _WATCH_KEY = "RANKFOLD_SERVE_KEYS", "RANKFOLD_SERVE_WATCH_KEY"
 STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
     "model.kernels": "--kernels", "parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline",
@@ -125,6 +127,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from rankfold.serving.service import Limits
 
     take_secret(_KEYS)
+    take_secret(_WATCH_KEY)
     parallel, ranks = _layout(arguments)
     names = [one for one in (arguments.name, str(arguments.model)) if one is not None]
     model = ServedModel(
@@ -149,4 +152,5 @@ def _serve(arguments: argparse.Namespace) -> None:
         names,
         secret(_KEYS),
         Limits(models=arguments.models),
+        watch_key=secret(_WATCH_KEY),
     )

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from rankfold.serving.commands import read_path
 from rankfold.serving.exchange import Backend, BackendLost, Outcome, Task, failure
 from rankfold.serving.fair_queue import FairQueue, Waiting, tokens_of
+from rankfold.serving.figures import Figures, Usage, Work
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Command, Damaged, Journal, NotWritten, Status
 from rankfold.serving.standstill import Ended, Standstill
 
 _WRITING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
 """Kinds of commands that write a file."""
+
+_USAGE_SECONDS = 1.0
+"""How often the backend is asked what it holds, at most."""
 
 
 class Dispatcher:
@@ -26,6 +34,8 @@ class Dispatcher:
         folder: of the server, on whose disk there has to be room.
         finished: called in the thread, with the name of each command that was executed.
         lost: called in the thread, with a sentence, where the backend is lost; the thread ends.
+        figures: counts what is executed.
+        usage: asks the backend what it holds, now and then; None where nobody wants to know.
     """
 
     def __init__(
@@ -36,7 +46,10 @@ class Dispatcher:
         *,
         finished: Callable[[str], None],
         lost: Callable[[str], None],
+        figures: Figures | None = None,
+        usage: Callable[[], Usage] | None = None,
     ) -> None:
+        self._figures, self._usage, self._asked = figures or Figures(), usage, -math.inf
         self._journal, self._backend, self._finished, self._lost = journal, backend, finished, lost
         self._folder = folder
         self._changed = threading.Condition()
@@ -67,6 +80,7 @@ class Dispatcher:
                 self._write(known, restored.outcome)
         for command in self._journal.waiting():
             self._add(command)
+        self._ask_usage()
 
     def start(self) -> None:
         """Starts to execute commands."""
@@ -153,7 +167,10 @@ class Dispatcher:
             return
         if group[0].command.kind in _WRITING:
             self._wait_for_room(group[0].command.target)
+        self._figures.begin(group[0].command.kind, len(group))
         outcomes = self._backend.execute([self._task(one.command) for one in group])
+        self._figures.end()
+        self._ask_usage()
         for one, outcome in zip(group, outcomes, strict=True):
             self._note(one, outcome)
 
@@ -162,6 +179,19 @@ class Dispatcher:
         while (sentence := self._folder.shortage(model)) is not None:
             self._standstill.wait(sentence)
         self._standstill.over()
+
+    def _ask_usage(self) -> None:
+        if self._usage is not None and time.monotonic() - self._asked >= _USAGE_SECONDS:
+            with suppress(BackendLost):  # who executes the next command finds out
+                self._figures.usage = self._usage()
+            self._asked = time.monotonic()
+
+    def _count(self, one: Waiting, outcome: Outcome) -> None:
+        command, model = one.command, one.command.target
+        work: Work = "trained" if outcome.keeps else "scored"
+        if command.kind == "asample":
+            work, model = "sampled", read_path(one.weights).model if one.weights else ""
+        self._figures.note(command.kind, good=outcome.good, model=model, work=work, tokens=outcome.tokens)
 
     def _is_gone(self, command: Command) -> bool:
         """Returns whether the model that a command asks something of was unloaded, or could not be made."""
@@ -180,6 +210,7 @@ class Dispatcher:
 
     def _note(self, waiting: Waiting, outcome: Outcome) -> None:
         """Writes a result down, and then says that it is there."""
+        self._count(waiting, outcome)
         with self._changed:
             self._tokens[waiting.command.owner] -= waiting.tokens
         while True:

@@ -88,6 +88,7 @@ class Outcome:
         adapter: of a model that the task made.
         keeps: whether a restart has to execute the task again, because the gradient that it made is on no disk.
         saved: what the task saved.
+        tokens: of its rows, or that were sampled.
     """
 
     request: str
@@ -97,6 +98,7 @@ class Outcome:
     adapter: Adapter | None = None
     keeps: bool = False
     saved: SavedWeights | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from rankfold.serving.run_calls import RunCalls
 from rankfold.serving.sampler_calls import SamplerCalls
 from rankfold.serving.service import Handler, Service
 from rankfold.serving.session_calls import SessionCalls
+from rankfold.serving.watching import Watching
 
 _ROOT = "/api/v1"
 
@@ -31,7 +32,7 @@ class Front:
     """
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._watching = service, Watching(service)
         self._futures = FutureCalls(service)
 
     def app(self) -> Starlette:
@@ -41,6 +42,7 @@ class Front:
         calls = [call for part in (*(kind(service) for kind in kinds), self._futures) for call in part.calls()]
         routes = [Route(f"{_ROOT}/{path}", self._guarded(handler), methods=[method]) for method, path, handler in calls]
         routes.append(Route(f"{_ROOT}/healthz", _healthy, methods=["GET"]))
+        routes += self._watching.routes()
         return Starlette(routes=routes, exception_handlers={HTTPException: _refusal})
 
     def finished(self, request: str) -> None:
@@ -70,4 +72,4 @@ async def _healthy(request: Request) -> Response:
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"detail": error.detail}, error.status_code)
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)

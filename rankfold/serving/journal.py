@@ -113,6 +113,20 @@ class Model:
     state: Literal["new", "live", "unloaded", "failed", "copy"]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """How many there are.
+
+    Args:
+        sessions, models: by state.
+        waiting: commands that were not executed yet, by kind.
+    """
+
+    sessions: dict[str, int]
+    models: dict[str, int]
+    waiting: dict[str, int]
+
+
 class Journal:
     """The file. Threads take turns.
 
@@ -338,6 +352,19 @@ class Journal:
                 "SELECT COUNT(*) FROM models WHERE owner = ? AND state IN ('new', 'live')", (owner,)
             ).fetchone()
         return int(count)
+
+    def counts(self) -> Counts:
+        """Counts what all clients have together."""
+        with self._lock:
+            found = [
+                {str(name): int(count) for name, count in self._base.execute(query).fetchall()}
+                for query in (
+                    "SELECT CASE finished WHEN 0 THEN 'open' ELSE 'finished' END, COUNT(*) FROM sessions GROUP BY 1",
+                    "SELECT state, COUNT(*) FROM models GROUP BY state",
+                    "SELECT kind, COUNT(*) FROM commands WHERE status = 'waiting' GROUP BY kind",
+                )
+            ]
+        return Counts(sessions=found[0], models=found[1], waiting=found[2])
 
     def set_model(self, model: str, state: str, adapter: str | None = None) -> None:
         with self.turn() as base:

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.errors import UserError
 from rankfold.serving.exchange import BackendLost, Outcome, Restored, ServedModel, Task
+from rankfold.serving.figures import Usage
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.rank_process import AFTER_ANOTHER, ANSWER, REFUSAL, work
 
@@ -92,6 +93,11 @@ class ModelProcess:
             found: list[Outcome] = self._ask("execute", list(tasks))
         except UserError as error:  # what no client caused, such as a full disk
             raise BackendLost(str(error)) from None
+        return found
+
+    def usage(self) -> Usage:
+        """Returns what the processes hold."""
+        found: Usage = self._ask("usage")
         return found
 
     def watch(self, lost: Callable[[str], None]) -> None:

@@ -95,6 +95,11 @@ class Residents:
     def __contains__(self, model: str) -> bool:
         return model in self._models
 
+    def counts(self) -> tuple[int, int]:
+        """Returns how many models lie on the device, and how many rest."""
+        awake = sum(content in self._models for content in self._places if isinstance(content, str))
+        return awake, len(self._models) - awake
+
     def adapter(self, model: str) -> Adapter:
         """Returns the adapter that a model trains."""
         return self._models[model].adapter

@@ -26,6 +26,7 @@ from rankfold.serving.supervised import Supervised
 _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
 _AGAIN = "start the server again, which goes on from there"
+_WATCH_KEY = "watch-"
 
 
 class _Server(uvicorn.Server):
@@ -68,6 +69,27 @@ def read_keys(text: str | None) -> tuple[list[str], bool]:
     return (keys, False) if keys else ([_KEY + secrets.token_urlsafe(24)], True)
 
 
+def read_watch_key(text: str | None, keys: Sequence[str]) -> tuple[str, bool]:
+    """Returns the key of who watches, and whether it was made here.
+
+    Args:
+        text: of RANKFOLD_SERVE_WATCH_KEY.
+        keys: of the clients.
+
+    Raises:
+        UserError: it is too short, or a client's. The sentence has no key.
+    """
+    key = (text or "").strip()
+    if not key:
+        return _WATCH_KEY + secrets.token_urlsafe(24), True
+    if len(key) < 20 or key in keys:
+        raise UserError(
+            "RANKFOLD_SERVE_WATCH_KEY has fewer than 20 characters, or is the key of a client, who is not to see the "
+            "others' figures: set another."
+        )
+    return key, False
+
+
 def listen(address: Address) -> socket.socket:
     """Returns a socket that listens.
 
@@ -107,7 +129,15 @@ def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> 
     backend.watch(on_lost)
     journal = service.journal
     supervised = Supervised(backend, journal, Attempts(service.folder.attempts))
-    dispatcher = Dispatcher(journal, supervised, service.folder, finished=front.finished, lost=on_lost)
+    dispatcher = Dispatcher(
+        journal,
+        supervised,
+        service.folder,
+        finished=front.finished,
+        lost=on_lost,
+        figures=service.figures,
+        usage=backend.usage,
+    )
     dispatcher.restore()
     service.dispatcher = dispatcher
     dispatcher.start()
@@ -118,7 +148,14 @@ def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> 
 
 
 def run_server(
-    model: ServedModel, state: Path, address: Address, names: Sequence[str], keys: str | None, limits: Limits
+    model: ServedModel,
+    state: Path,
+    address: Address,
+    names: Sequence[str],
+    keys: str | None,
+    limits: Limits,
+    *,
+    watch_key: str | None = None,
 ) -> None:
     """Serves a model until the process is told to end.
 
@@ -129,22 +166,32 @@ def run_server(
         names: of the base.
         keys: of RANKFOLD_SERVE_KEYS.
         limits: on clients.
+        watch_key: of RANKFOLD_SERVE_WATCH_KEY.
 
     Raises:
         UserError: the model, the keys or the folder cannot be used.
     """
     known, made = read_keys(keys)
+    watch, watch_made = read_watch_key(watch_key, known)
     listening = listen(address)
     folder = ServerFolder(state)
     journal = Journal(folder.journal)
     try:
         backend = ModelProcess(model, folder)
         service = Service(
-            names=names, context=backend.context, keys=known, journal=journal, folder=folder, limits=limits
+            names=names,
+            context=backend.context,
+            keys=known,
+            journal=journal,
+            folder=folder,
+            limits=limits,
+            watch_key=watch,
         )
         print(f"serving {names[0]} at http://{address.host}:{address.port}, its state in {state}", flush=True)
         if made:
             print(f"key: {known[0]} (RANKFOLD_SERVE_KEYS sets others)", flush=True)
+        if watch_made:
+            print(f"key of who watches: {watch} (RANKFOLD_SERVE_WATCH_KEY sets another)", flush=True)
         lost = serve(backend, service, listening)
     except (BackendLost, Damaged, NotWritten) as error:
         lost = str(error)

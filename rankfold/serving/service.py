@@ -22,6 +22,7 @@ from engine.errors import UserError
 from rankfold.serving.catalogue import Catalogue, Checkpoint
 from rankfold.serving.commands import read_json
 from rankfold.serving.dispatcher import Dispatcher
+from rankfold.serving.figures import Figures
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Journal, Model
 
@@ -73,6 +74,7 @@ class Service:
         keys: of the clients.
         journal, folder: of the server.
         limits: on clients.
+        watch_key: of who watches; None lets nobody.
     """
 
     def __init__(
@@ -84,11 +86,14 @@ class Service:
         journal: Journal,
         folder: ServerFolder,
         limits: Limits,
+        watch_key: str | None = None,
     ) -> None:
+        self.watch_key = watch_key
         self.names, self.context, self.limits = tuple(names), context, limits
         self.journal, self.folder = journal, folder
         self.catalogue = Catalogue(journal, folder)
         self.dispatcher: Dispatcher | None = None
+        self.figures = Figures()
         self._keys = [key.encode() for key in keys]
 
     def owner(self, key: str) -> str:
@@ -97,7 +102,9 @@ class Service:
         found = [one for one in self._keys if hmac.compare_digest(one, given)]
         if not found:
             raise HTTPException(401, "the API key is none of this server's: set TINKER_API_KEY to one of them.")
-        return hashlib.sha256(found[0]).hexdigest()[:32]
+        owner = hashlib.sha256(found[0]).hexdigest()[:32]
+        self.figures.seen(owner)
+        return owner
 
     async def body(self, request: Request) -> bytes:
         if request.headers.get("content-encoding", "identity") != "identity":

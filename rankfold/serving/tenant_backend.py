@@ -21,7 +21,7 @@ from engine.files.refusals import FileError
 from engine.inference.generate import context_limit
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
-from engine.telemetry.process_memory import total_memory_bytes
+from engine.telemetry.process_memory import resident_bytes, total_memory_bytes
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training
 from rankfold.serving.adapter_file import Written, read_adapter, read_written, write_adapter
@@ -39,6 +39,7 @@ from rankfold.serving.commands import (
 )
 from rankfold.serving.commands import read_adapter as read_adapter_options
 from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, SavedWeights, ServedModel, Task, failure, success
+from rankfold.serving.figures import Usage
 from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import TokenInputs, loss_sum
@@ -117,6 +118,24 @@ class TenantBackend:
         if tasks[0].kind == "asample":
             return self._sample(tasks)
         return [_refused(task, kinds[task.kind]) for task in tasks]
+
+    def usage(self) -> Usage:
+        """Returns what the processes hold. Collective."""
+        device, held, total = self._tenants.base.stages.step.device, 0, 0
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+            total = torch.cuda.get_device_properties(device).total_memory
+        found = self.ranks.gathered((resident_bytes(), held, total))
+        hosts, devices, totals = (tuple(one[place] for one in found) for place in range(3))
+        known = device.type == "cuda"
+        resident, resting = self._residents.counts()
+        return Usage(
+            resident=resident,
+            resting=resting,
+            host_bytes=hosts,
+            device_bytes=devices if known else (),
+            device_total=totals if known else (),
+        )
 
     def _config(self, adapter: Adapter | None) -> RunConfig:
         options = self._options
@@ -204,7 +223,8 @@ class TenantBackend:
     ) -> Outcome:
         """Returns the outcome of a task, whose answer rank 0 alone has."""
         body = forward_backward_answer(request, logps, {"loss:sum": loss}) if self.ranks.is_first else b""
-        return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps)
+        tokens = sum(len(datum.tokens) for datum in request.data)
+        return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps, tokens=tokens)
 
     def _step(self, task: Task) -> Outcome:
         options, training = read_adam(read_json(task.body)), self._training(task.target)
@@ -321,7 +341,8 @@ class TenantBackend:
         fields = self._scores.add(training, requests, answers)
         for name in requests:
             body = encode("SampleResponse", fields[name]) if self.ranks.is_first else b""
-            outcomes[name] = Outcome(request=name, good=True, type=PROTOBUF, body=body)
+            tokens = sum(len(one["tokens"]) // 4 for one in answers.get(name, ()))
+            outcomes[name] = Outcome(request=name, good=True, type=PROTOBUF, body=body, tokens=tokens)
         return [outcomes[task.request] for task in tasks]
 
     def _reader(self, target: str) -> Training:

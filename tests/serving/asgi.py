@@ -28,6 +28,7 @@ async def ask(
     key: str = KEY,
     headers: dict[str, str] | None = None,
     method: str | None = None,
+    root: str = "/api/v1/",
 ) -> Answer:
     """Sends a GET without a body, else a POST, unless `method` says another; a body of several parts arrives in
     these."""
@@ -38,7 +39,7 @@ async def ask(
     given = {"x-api-key": key, **(headers or {})}
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "raw_path": b"",
-        "method": method or ("GET" if data is None else "POST"), "path": f"/api/v1/{path}", "root_path": "",
+        "method": method or ("GET" if data is None else "POST"), "path": f"{root}{path}", "root_path": "",
         "query_string": query.encode(),
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
         "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),

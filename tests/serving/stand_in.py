@@ -87,7 +87,7 @@ class StandIn:
 class Served:
     """A front with its journal and queue."""
 
-    def __init__(self, folder: Path, **limits: Any) -> None:
+    def __init__(self, folder: Path, *, watch_key: str | None = None, **limits: Any) -> None:
         self.folder = ServerFolder(folder)
         self.journal = Journal(self.folder.journal)
         self.backend = StandIn(self.folder)
@@ -98,13 +98,20 @@ class Served:
             journal=self.journal,
             folder=self.folder,
             limits=Limits(**{"poll_seconds": 5.0, **limits}),
+            watch_key=watch_key,
         )
+        self.service = service
         self.lost: list[str] = []
         front = Front(service)
         self.front, self.app = front, front.app()
         self.supervised = Supervised(self.backend, self.journal, Attempts(self.folder.attempts))
         self.dispatcher = Dispatcher(
-            self.journal, self.supervised, self.folder, finished=front.finished, lost=self.lost.append
+            self.journal,
+            self.supervised,
+            self.folder,
+            finished=front.finished,
+            lost=self.lost.append,
+            figures=service.figures,
         )
         service.dispatcher = self.dispatcher
 

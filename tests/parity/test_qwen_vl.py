@@ -168,7 +168,7 @@ def their_losses(model: nn.Module, batch: Batch, pad: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "minicpmv4_7")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl", "minicpmv4_7")))
 def test_adapters_and_mergers_train_as_under_peft(kind: str, tmp_path: Path) -> None:
     folder, _, pad = saved(kind)
     stock = peft_start(kind, folder, tmp_path / "start")

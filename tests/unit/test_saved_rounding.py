@@ -28,6 +28,7 @@ from tests.support.memory_models import (
     total_error,
     two_alive,
 )
+from tests.support.sweeps import sampled
 
 
 def test_float8_by_hand() -> None:
@@ -187,11 +188,17 @@ def _curve(memory: MemoryPlan, dtype: torch.dtype) -> tuple[Tensor, Built]:
 
 
 @pytest.mark.parametrize(
-    ("stored", "computed"),
-    [(torch.bfloat16, torch.float32), (FLOAT8, torch.float32), (FLOAT8, torch.bfloat16)],
+    ("level", "stored", "computed"),
+    sampled(
+        [
+            (level, *dtypes)
+            for level in ("selective", "full")
+            for dtypes in ((torch.bfloat16, torch.float32), (FLOAT8, torch.float32), (FLOAT8, torch.bfloat16))
+        ],
+        [("selective", FLOAT8, torch.float32), ("full", torch.bfloat16, torch.float32)],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("level", ["selective", "full"])
 def test_a_training_follows_the_exact_one(level: Level, stored: torch.dtype, computed: torch.dtype) -> None:
     """An update is off by a few times the rounding, so what 20 of them take from the loss is too; in bf16 arithmetic
     its own rounding, 2^-8 of the loss, comes on top."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +70,16 @@ def head_of(body: bytes) -> tuple[str, int]:
     Raises:
         UserError: the body is no such request.
     """
-    message = _message(body)
+    message = _message(body, only=("model_id", "seq_id"))  # its data are read where it is executed
     model, seq = message.get("model_id", ""), message.get("seq_id", 0)
     if not model or not 1 <= seq < 2**31:
         raise UserError("the request has no model_id, or no seq_id of 1 or more, which orders a model's requests.")
     return model, seq
 
 
-def _message(body: bytes) -> Message:
+def _message(body: bytes, only: Collection[str] | None = None) -> Message:
     try:
-        return decode("ForwardBackwardRequest", body)
+        return decode("ForwardBackwardRequest", body, only=only)
     except WireError as flaw:
         raise UserError(
             f"the body is no ForwardBackwardRequest in protobuf: {flaw}; SDK 0.25 and newer send one."
@@ -116,18 +116,24 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
     data = message.get("data", [])
     if not data:
         raise UserError("the request has no data, but at least one datum is expected.")
-    read = tuple(_datum(number, one, loss, vocab_size, limit) for number, one in enumerate(data))
-    if (cells := sum(one.targets.size for one in read)) > _ALL_CELLS:
-        raise UserError(
-            f"the request has {cells} targets, but at most {_ALL_CELLS} are read at a time: send its data in several "
-            "requests."
-        )
-    for number, one in enumerate(read):
-        if one.inputs.keys() != read[0].inputs.keys():
+    read: list[Datum] = []
+    cells = 0
+    for number, one in enumerate(data):
+        read.append(_datum(number, one, loss, vocab_size, limit))
+        cells += read[-1].targets.size
+        if cells > _ALL_CELLS:  # before the next: a sparse tensor says in few bytes that it is large
+            raise UserError(
+                f"the request has more than {_ALL_CELLS} targets, as many as are read at a time: send its data in "
+                "several requests."
+            )
+    for number, datum in enumerate(read):
+        if datum.inputs.keys() != read[0].inputs.keys():
             raise UserError(
                 f"datum {number} has other loss_fn_inputs than datum 0: send the same ones in all data of a request."
             )
-    return ForwardBackward(loss=loss, numbers=numbers, forward_only=bool(message.get("forward_only", False)), data=read)
+    return ForwardBackward(
+        loss=loss, numbers=numbers, forward_only=bool(message.get("forward_only", False)), data=tuple(read)
+    )
 
 
 def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) -> Datum:

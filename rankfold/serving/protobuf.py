@@ -7,7 +7,7 @@ tables do not know are skipped, as protobuf asks. The numbers and names are thos
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -99,6 +99,9 @@ MESSAGES: Mapping[str, Mapping[int, Field]] = {
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 _WIRE_TYPES = {"string": _LENGTH, "bytes": _LENGTH, "integer": _VARINT, "bool": _VARINT, "double": _EIGHT_BYTES}
 
+MOST_PIECES = 500_000
+"""Fields of a message, with those of the messages in it: seven times those of 1,024 data with ten tensors each."""
+
 
 class WireError(Exception):
     """The reason, in a few words, why bytes are no such message."""
@@ -112,29 +115,19 @@ class _Piece(NamedTuple):
     value: int | memoryview
 
 
-def decode(name: str, data: bytes | memoryview) -> Message:
+def decode(name: str, data: bytes | memoryview, *, only: Collection[str] | None = None) -> Message:
     """Returns a message.
 
     Args:
         name: of the message, a key of `MESSAGES`.
         data: its encoding.
+        only: names of the fields that are read; None for all.
 
     Raises:
-        WireError: the bytes are no message of that name.
+        WireError: the bytes are no message of that name, or it has more than `MOST_PIECES` fields, with those of the
+            messages in it.
     """
-    fields, found = MESSAGES[name], Message()
-    for piece in _pieces(memoryview(data)):
-        field = fields.get(piece.number)
-        if field is None:
-            continue
-        if field.form == "map":
-            key, value = _entry(field, piece)
-            found.setdefault(field.name, {})[key] = value
-        elif field.form == "list":
-            found.setdefault(field.name, []).extend(_values(field, piece))
-        else:
-            found[field.name] = _value(field.kind, piece)
-    return found
+    return _Reader().message(name, memoryview(data), only)
 
 
 def encode(name: str, message: Mapping[str, Any]) -> bytes:
@@ -162,68 +155,93 @@ def encode(name: str, message: Mapping[str, Any]) -> bytes:
     return bytes(out)
 
 
-def _pieces(data: memoryview) -> Iterator[_Piece]:
-    place = 0
-    while place < len(data):
-        tag, place = _read_varint(data, place)
-        number, wire = tag >> 3, tag & 7
-        if number == 0:
-            raise WireError("a field has number 0")
-        if wire == _VARINT:
-            value, place = _read_varint(data, place)
-            yield _Piece(number, wire, value)
-            continue
-        if wire == _LENGTH:
-            length, place = _read_varint(data, place)
-        elif wire in (_EIGHT_BYTES, _FOUR_BYTES):
-            length = 8 if wire == _EIGHT_BYTES else 4
-        else:
-            raise WireError(f"field {number} has wire type {wire}, which is not used")
-        if length > len(data) - place:
-            raise WireError(f"field {number} ends {length - (len(data) - place)} bytes behind the message")
-        yield _Piece(number, wire, data[place : place + length])
-        place += length
+class _Reader:
+    """Reads a message. A field takes a hundred times its bytes in memory, so that fields are counted."""
 
+    def __init__(self) -> None:
+        self._left = MOST_PIECES
 
-def _value(kind: str, piece: _Piece) -> Any:
-    if piece.wire != _WIRE_TYPES.get(kind, _LENGTH):
-        raise WireError(f"field {piece.number} has wire type {piece.wire}, not that of {kind}")
-    value = piece.value
-    if isinstance(value, int):
-        return bool(value) if kind == "bool" else value - (1 << 64) if value >= 1 << 63 else value
-    if kind == "double":
-        return struct.unpack("<d", value)[0]
-    if kind == "bytes":
-        return bytes(value)
-    if kind == "string":
-        try:
-            return bytes(value).decode("utf-8")
-        except UnicodeDecodeError:
-            raise WireError(f"field {piece.number} is not UTF-8") from None
-    return decode(kind, value)
+    def message(self, name: str, data: memoryview, only: Collection[str] | None = None) -> Message:
+        fields, found = MESSAGES[name], Message()
+        for piece in self._pieces(data):
+            field = fields.get(piece.number)
+            if field is None or (only is not None and field.name not in only):
+                continue
+            if field.form == "map":
+                key, value = self._entry(field, piece)
+                found.setdefault(field.name, {})[key] = value
+            elif field.form == "list":
+                found.setdefault(field.name, []).extend(self._values(field, piece))
+            else:
+                found[field.name] = self._value(field.kind, piece)
+        return found
 
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise WireError(f"it has more than {MOST_PIECES} fields, with those of the messages in it")
 
-def _values(field: Field, piece: _Piece) -> list[Any]:
-    """Returns the values of one piece of a list: integers may be packed in one."""
-    if field.kind != "integer" or isinstance(piece.value, int):
-        return [_value(field.kind, piece)]
-    found, place = list[int](), 0
-    while place < len(piece.value):
-        value, place = _read_varint(piece.value, place)
-        found.append(_value("integer", _Piece(piece.number, _VARINT, value)))
-    return found
+    def _pieces(self, data: memoryview) -> Iterator[_Piece]:
+        place = 0
+        while place < len(data):
+            self._count()
+            tag, place = _read_varint(data, place)
+            number, wire = tag >> 3, tag & 7
+            if number == 0:
+                raise WireError("a field has number 0")
+            if wire == _VARINT:
+                value, place = _read_varint(data, place)
+                yield _Piece(number, wire, value)
+                continue
+            if wire == _LENGTH:
+                length, place = _read_varint(data, place)
+            elif wire in (_EIGHT_BYTES, _FOUR_BYTES):
+                length = 8 if wire == _EIGHT_BYTES else 4
+            else:
+                raise WireError(f"field {number} has wire type {wire}, which is not used")
+            if length > len(data) - place:
+                raise WireError(f"field {number} ends {length - (len(data) - place)} bytes behind the message")
+            yield _Piece(number, wire, data[place : place + length])
+            place += length
 
+    def _value(self, kind: str, piece: _Piece) -> Any:
+        if piece.wire != _WIRE_TYPES.get(kind, _LENGTH):
+            raise WireError(f"field {piece.number} has wire type {piece.wire}, not that of {kind}")
+        value = piece.value
+        if isinstance(value, int):
+            return bool(value) if kind == "bool" else value - (1 << 64) if value >= 1 << 63 else value
+        if kind == "double":
+            return struct.unpack("<d", value)[0]
+        if kind == "bytes":
+            return bytes(value)
+        if kind == "string":
+            try:
+                return bytes(value).decode("utf-8")
+            except UnicodeDecodeError:
+                raise WireError(f"field {piece.number} is not UTF-8") from None
+        return self.message(kind, value)
 
-def _entry(field: Field, piece: _Piece) -> tuple[str, Any]:
-    if isinstance(piece.value, int):
-        raise WireError(f"field {piece.number} is no map")
-    key, value = "", None
-    for part in _pieces(piece.value):
-        if part.number == 1:
-            key = _value("string", part)
-        elif part.number == 2:
-            value = _value(field.kind, part)
-    return key, ({} if field.kind in MESSAGES else 0.0) if value is None else value
+    def _values(self, field: Field, piece: _Piece) -> list[Any]:
+        """Returns the values of one piece of a list: integers may be packed in one."""
+        if field.kind != "integer" or isinstance(piece.value, int):
+            return [self._value(field.kind, piece)]
+        found, place = list[int](), 0
+        while place < len(piece.value):
+            self._count()
+            value, place = _read_varint(piece.value, place)
+            found.append(self._value("integer", _Piece(piece.number, _VARINT, value)))
+        return found
+
+    def _entry(self, field: Field, piece: _Piece) -> tuple[str, Any]:
+        if isinstance(piece.value, int):
+            raise WireError(f"field {piece.number} is no map")
+        key, value = "", None
+        for part in self._pieces(piece.value):
+            if part.number == 1:
+                key = self._value("string", part)
+            elif part.number == 2:
+                value = self._value(field.kind, part)
+        return key, ({} if field.kind in MESSAGES else 0.0) if value is None else value
 
 
 def _field(number: int, kind: str, value: Any) -> bytes:

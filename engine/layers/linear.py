@@ -24,7 +24,7 @@ from engine.errors import UserError
 from engine.layers.branch import Around, LinearShape
 from engine.layers.context import AdapterSettings, LayerContext, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage
-from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.module import AdaptedModule, ShardEntry
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
@@ -56,7 +56,7 @@ _Adapted = tuple[Section, AdapterSettings, int]
 """A section that has an adapter, the adapter's settings, and the section's first output row here."""
 
 
-class _ParallelLinear(ShardedModule):
+class _ParallelLinear(AdaptedModule):
     """Storage, bias and adapters common to both directions.
 
     Args:

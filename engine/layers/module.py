@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -56,6 +56,20 @@ class ShardedModule(nn.Module):
         self.register_parameter(name.replace(".", "_"), parameter)
         self.entries.append(entry)
         return entry
+
+
+class AdaptedModule(ShardedModule):
+    """A linear, or several on one input, whose adapters may be chosen by token (`AdapterChoice`).
+
+    Its `operands` have a name and adapters, `low_rank`, or None.
+    """
+
+    operands: Any
+
+    @property
+    def trained_leaves(self) -> tuple[Tensor, ...]:
+        """The trained tensors of the linear itself."""
+        raise NotImplementedError
 
 
 def shard_entries(module: nn.Module) -> Iterator[ShardEntry]:

@@ -127,14 +127,14 @@ class ClampedGLUInput(_Gated):
     alpha: float
     limit: float
 
-    def _parts(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _parts(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
         """Returns gate and up + 1 within their limits, and the gate's sigmoid, in fp32."""
         gate, up = u.to(torch.float32).chunk(2, dim=1)
         gate = gate.clamp(max=self.limit)
-        return gate, up.clamp(-self.limit, self.limit) + 1.0, torch.sigmoid(gate * self.alpha)
+        return gate, up.clamp(-self.limit, self.limit) + 1.0, kernels.sigmoid(gate * self.alpha)
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        gate, up, sigmoid = self._parts(u)
+        gate, up, sigmoid = self._parts(u, kernels)
         x = self.room(u, out)
         return x.copy_(gate.mul_(sigmoid).mul_(up)), None
 
@@ -146,7 +146,7 @@ class ClampedGLUInput(_Gated):
     ) -> Tensor:
         if update is not None:
             dx = kernels.apply_update(dx, update)
-        gate, up, sigmoid = self._parts(u)
+        gate, up, sigmoid = self._parts(u, kernels)
         given_gate, given_up = u.chunk(2, dim=1)
         du = torch.empty_like(u)
         dgate, dup = du.chunk(2, dim=1)

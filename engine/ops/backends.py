@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
@@ -61,7 +63,33 @@ def row_invariant(kernels: Kernels, dtype: torch.dtype) -> Kernels:
     """
     if kernels.product is not product or dtype != torch.float32:
         return kernels
-    return replace(kernels, product=multiply, adapted=None, loss=replace(kernels.loss, product=multiply))
+    return replace(
+        kernels,
+        product=multiply,
+        narrow_product=multiply,
+        sigmoid=sigmoid_anywhere,
+        adapted=None,
+        loss=replace(kernels.loss, product=multiply),
+    )
+
+
+class _SigmoidAnywhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(dim=-1)[..., 0].contiguous()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return dy * (1.0 - y) * y
+
+
+def sigmoid_anywhere(x: Tensor) -> Tensor:
+    """Returns the sigmoid of each number, whose bits do not depend on its place: torch computes the last few numbers of
+    a tensor otherwise than those before, but each row of a softmax alone."""
+    return _SigmoidAnywhere.apply(x)  # type: ignore[no-any-return]
 
 
 def backend_name(name: str, *, device_type: str, dtype: str) -> str:

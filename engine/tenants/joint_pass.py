@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.module import AdaptedModule
 from engine.models.decoder import Decoder
 from engine.objectives.language_modeling import LanguageModeling
 from engine.objectives.objective import Objective
@@ -115,7 +115,7 @@ def peers_of(tenants: Mapping[int, Sequence[Decoder]]) -> dict[str, Peers]:
     for number, models in tenants.items():
         for model in models:
             for module in model.modules():
-                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                if isinstance(module, AdaptedModule):
                     operands = module.operands
                     if operands.low_rank is not None:
                         peers = found.setdefault(operands.name, Peers({}, {}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -145,11 +145,12 @@ class Peers(NamedTuple):
     """One linear of all tenants.
 
     Args:
-        operands: of each tenant that has adapters there, by its number.
+        operands: of each tenant that has adapters there, by its number: a linear's, or those of a kind of layer that
+            reads them by `AdapterChoice.each`.
         leaves: its trained tensors, by the same.
     """
 
-    operands: dict[int, LinearOperands]
+    operands: dict[int, Any]
     leaves: dict[int, tuple[Tensor, ...]]
 
 
@@ -167,6 +168,22 @@ class SpanChoice:
         self, spans: Sequence[Span], peers: Mapping[str, Peers], step: Callable[[int], Tensor], total: int
     ) -> None:
         self._spans, self._peers, self._step, self._total = tuple(spans), peers, step, total
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(span.last - span.first for span in self._spans)
+
+    def each(self, name: str) -> list[tuple[Any, Tensor] | None]:
+        peers = self._peers.get(name)
+        found = [None if peers is None else peers.operands.get(span.tenant) for span in self._spans]
+        return [
+            None if one is None else (one, self._step(span.tenant))
+            for one, span in zip(found, self._spans, strict=True)
+        ]
+
+    def part(self, first: int, last: int) -> SpanChoice:
+        cut = [Span(tenant, *(min(max(end, first), last) - first for end in ends)) for tenant, *ends in self._spans]
+        return SpanChoice(cut, self._peers, self._step, last - first)
 
     def chosen(self, operands: LinearOperands) -> LinearOperands:
         """Returns the operands with the adapters of each span."""

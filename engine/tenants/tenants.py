@@ -209,10 +209,9 @@ def _joins(training: Training) -> bool:
     covered = {id(leaf) for one in peers.values() for leaf in one.leaves[0]}
     entries = [entry for entry in training.stages.entries() if entry.sink is not None]
     objective = training.objective
-    if training.source.model.decoder.num_experts:
-        return False  # rows of experts are one tenant's
     plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies or objective.maxima)
     plain = plain and objective.temperature == 1.0 and training.optimizer.loss_scale is None
+    plain = plain and training.stages.balance is None  # it counts what the tokens of one run choose
     return plain and all(id(entry.parameter) in covered for entry in entries)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import NamedShard, shard_of
-from engine.experts.layers.routed_experts import GroupedLinear
+from engine.experts.layers.grouped_linear import GroupedLinear
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -1,9 +1,7 @@
 """A mixture of experts in the place of an MLP: a router gives each token a few of many MLPs, and weighs their outputs.
 
-An expert's matrices are parameters of their own, `<prefix>.experts.{e}.{gate_proj,up_proj,down_proj}.weight`, 2D as in
-checkpoints, and so are its adapters. On a rank they lie one behind the other in one storage, of which the parameters
-are views, so that one grouped product serves all experts without a copy (see ops.routed_experts). Where the run stores
-its base encoded and none of the weights trains, they lie in an `EncodedStorage` (see ops.encoded_experts).
+An expert's matrices are parameters of their own, `<prefix>.experts.{e}.{gate_proj,up_proj,down_proj}.weight`
+(layers.grouped_linear).
 
 Experts may be divided over ranks: these send each other their tokens (ops.expert_exchange). Tensor ranks meet them in
 one of two ways.
@@ -19,7 +17,6 @@ expert is an MLP as in a model without a mixture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,33 +24,25 @@ from torch import Tensor
 
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import from_partial, join_tokens, split_tokens, to_partial
-from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
-from engine.errors import UserError
-from engine.experts.kernels import grouped_kernels
-from engine.experts.layers.expert_adapters import ExpertAdapter, expert_adapters, sharing
+from engine.distributed.sharding import replicated_spec, split_spec
+from engine.experts.layers.grouped_linear import GroupedLinear, is_gpu
 from engine.experts.layers.router import Router
-from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import plan_exchange
-from engine.experts.ops.grouped_adapters import Blocks, GroupedLowRank
-from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock, grouped_on_device
+from engine.experts.ops.grouped_products import grouped_on_device
 from engine.experts.ops.load_balance import LoadBalance
-from engine.experts.ops.routed_experts import GroupedOperands, RoutedPass
+from engine.experts.ops.routed_experts import RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
-from engine.kernels.records import AdapterPlace
+from engine.experts.ops.span_adapters import groups_by_span, taken_apart, with_choice
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
-from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import INPUTS, MLP, Activation, first_linears
-from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.module import ShardedModule
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import EXPERT_GATE_UP, FUSED, GATE_UP, SHARED_EXPERT_GATE_UP
 from engine.ops.activations import ClampedGLUInput
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import GivenInput, LinearInput, compute_input
-
-_ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,279 +134,6 @@ class RoutedSizes(LayerVariant):
         return experts | dict.fromkeys(FUSED[SHARED_EXPERT_GATE_UP], self.shared)
 
 
-def _is_gpu(build: LayerContext) -> bool:
-    """Returns whether one launch serves all experts; without numbers, whether it would where the backend is used."""
-    return build.device.type == "cuda" or (build.device.type == "meta" and build.layout.kernels.name == "triton")
-
-
-class GroupedLinear(ShardedModule):
-    """The same linears of every expert, on one input: gate and up, or down.
-
-    Args:
-        prefix: of the experts' module names, such as `layers.3.mlp.experts`.
-        leaves: names of the linears, in the order of their rows.
-        spec: shard of the weight of each.
-        site: dropout site of the input.
-        first_feature: the first of the input's features here.
-        experts: of the layer, those on this rank.
-        num_experts: of the layer, on all ranks.
-        bias: every expert's linears have one.
-        fused: name of the one adapter that may stand over all leaves.
-
-    Raises:
-        UserError: adapters that experts cannot have, or sizes that the device's grouped products do not take.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        leaves: tuple[str, ...],
-        spec: ShardSpec,
-        *,
-        site: int,
-        first_feature: int = 0,
-        experts: range,
-        num_experts: int,
-        bias: bool = False,
-        fused: str | None = None,
-        build: LayerContext,
-    ) -> None:
-        super().__init__()
-        self._prefix, self._names, self._spec, self._build = prefix, leaves, spec, build
-        self._experts, self._num_experts = experts, num_experts
-        rows, self._in = spec.local_shape
-        adapters = expert_adapters(prefix, leaves, spec, fused, num_experts, build.plan)
-        rank = sum(adapter.rank for adapter in adapters)
-        padded = -(-rank // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
-        self.encoded = self._encode()
-        self._sharing = sharing(build.plan.experts, reads_stream=spec.dim == 0)
-        apart = self._sharing.b or not build.layout.fold
-        beside = 0 if apart else padded
-        holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
-        self.storage = holder.empty((len(experts), rows * len(leaves), self._in + beside))
-        self.check_products(build.device.type)
-        blocks: Blocks = ()
-        if self.encoded is None:
-            # views of all experts at once, taken apart: one after the other they take the host longer
-            parts = [
-                self.storage[:, index * rows : (index + 1) * rows, : self._in].unbind() for index in range(len(leaves))
-            ]
-            weights = zip(self._experts, zip(*parts, strict=True), strict=True)
-            blocks = tuple(self._own_parts("weight", expert, own, spec) for expert, own in weights)
-        bias_EO: Tensor | None = None
-        bias_blocks: Blocks = ()
-        if bias:
-            bias_EO = build.empty((len(experts), rows * len(leaves)))
-            biases, bias_spec = zip(self._experts, bias_EO, strict=True), self._bias_spec()
-            bias_blocks = tuple(self._own_parts("bias", expert, own.split(rows), bias_spec) for expert, own in biases)
-        self.trained: list[ShardEntry] = [entry for entry in self.entries if entry.sink is not None]
-        low_rank, b_EOR = None, self.storage[..., self._in :]
-        if self.encoded is not None or (apart and not self._sharing.b):
-            b_EOR = build.factor((*self.storage.shape[:2], beside if self._sharing.b else padded))
-        if adapters:
-            low_rank = self._build_adapters(adapters, b_EOR, padded, site, first_feature, apart=apart)
-        trains = any(build.plan.trains(f"{prefix}.{expert}.{leaf}") for expert in range(num_experts) for leaf in leaves)
-        self._stands_in = not self.trained and (bool(adapters) or trains)
-        self.operands = GroupedOperands(
-            extended_EOI=self.storage,
-            in_features=self._in,
-            weight_blocks=blocks,
-            low_rank=low_rank,
-            kernels=build.layout.kernels,
-            bias_EO=bias_EO,
-            bias_blocks=bias_blocks if any(bias_blocks) else (),
-            adds_bias=spec.dim == 0 or build.layout.expert_axes.tp.rank == 0,
-            encoded=self._decoded_operand(b_EOR if beside else None),
-            grouped=grouped_kernels(
-                build.layout.kernels,
-                dtype=build.dtype,
-                narrowest=min(self._in, rows * len(leaves)),
-                shapes=build.device.type == "meta",
-            ),
-        )
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """Every tensor that trains; of other ranks' experts a stand-in, since all have to go through backward."""
-        if self._stands_in:
-            return (torch.zeros(0, requires_grad=True),)
-        return tuple(entry.parameter for entry in self.trained)
-
-    @property
-    def shape(self) -> LinearShape:
-        """The sizes of the linears of all experts, as if their outputs were one's."""
-        count, outputs, columns = self.storage.shape
-        blocks = [block for own in self.operands.weight_blocks for block in own]
-        return LinearShape(
-            inputs=self._in,
-            outputs=count * outputs,
-            extra=columns - self._in,
-            trained_rows=tuple(block.rows.stop - block.rows.start for block in blocks),
-        )
-
-    def _encode(self) -> EncodedStorage | None:
-        """Returns where the weights are stored encoded; None where one of the layer's trains, on whichever rank it is:
-        what is encoded does not depend on the layout."""
-        layout, leaves = self._build.layout, self._names
-        everywhere = [f"{self._prefix}.{expert}.{leaf}" for expert in range(self._num_experts) for leaf in leaves]
-        if layout.base is None or any(map(self._build.plan.trains, everywhere)):
-            return None
-        sections = [(f"{self._prefix}.{expert}.{leaf}", self._spec) for expert in self._experts for leaf in leaves]
-        base = layout.base
-        return self._build.once(
-            lambda: EncodedStorage(sections, base, tp=layout.expert_axes.tp, device=self._build.device)
-        )
-
-    def _decoded_operand(self, b_EOR: Tensor | None) -> EncodedExperts | None:
-        base = self._build.layout.base
-        if self.encoded is None or base is None:
-            return None
-        experts = EncodedExperts(
-            weight=self.encoded.weight,
-            num_experts=len(self._experts),
-            b_EOR=b_EOR,
-            dtype=self._build.dtype,
-            scratch=base.scratch,
-        )
-        experts.announce(together=_is_gpu(self._build))
-        return experts
-
-    def check_products(self, device_type: str) -> None:
-        """Checks what torch's grouped product takes on a GPU; a CPU's takes everything.
-
-        Raises:
-            UserError: another dtype, or a number of features.
-        """
-        if device_type != "cuda":
-            return
-        if self._build.dtype != torch.bfloat16:
-            raise UserError(
-                "the model has experts that a router chooses, whose products a GPU has in bfloat16 alone: set "
-                "model.dtype to bfloat16."
-            )
-        for size in (self.storage.shape[1], self._in):
-            if size % GROUPED_MULTIPLE:
-                raise UserError(
-                    f"{self._prefix} has linears of {size} features on a rank, but products of experts on a GPU need a "
-                    f"multiple of {GROUPED_MULTIPLE}: use a parallel.tensor that leaves one."
-                )
-
-    def _own_parts(self, kind: str, expert: int, parts: Sequence[Tensor], spec: ShardSpec) -> tuple[GradientBlock, ...]:
-        """Takes a weight or a bias for each linear of an expert."""
-        blocks, rows = [], self._spec.local_shape[0]
-        for index, (leaf, part) in enumerate(zip(self._names, parts, strict=True)):
-            module = f"{self._prefix}.{expert}.{leaf}"
-            entry = self.own(f"{module}.{kind}", part, spec, trainable=self._build.plan.trains(module))
-            if entry.sink is not None:
-                blocks.append(GradientBlock(entry.sink, slice(index * rows, (index + 1) * rows), _ALL))
-        return tuple(blocks)
-
-    def _bias_spec(self) -> ShardSpec:
-        """Returns the shard of a bias: cut as the rows of its weight, or whole, where one rank's output has it."""
-        outputs = (self._spec.global_shape[0],)
-        if self._spec.dim == 0:
-            return replace(self._spec, global_shape=outputs, local_shape=self._spec.local_shape[:1])
-        return self._whole_spec(outputs)
-
-    def _whole_spec(self, shape: tuple[int, ...]) -> ShardSpec:
-        """Returns the shard of what every tensor rank has whole, beside weights that are cut."""
-        tp = self._build.layout.expert_axes.tp
-        return replace(replicated_spec(shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",)), data=self._spec.data)
-
-    def _build_adapters(
-        self, adapters: list[ExpertAdapter], b_EOR: Tensor, padded: int, site: int, first_feature: int, *, apart: bool
-    ) -> GroupedLowRank:
-        """Makes A as rows of one stacked tensor; B as columns of another, of the storage where it is not apart, or one
-        matrix where experts share it."""
-        shares, build, count = self._sharing, self._build, len(self._experts)
-        stacked = build.factor((padded, self._in) if shares.a else (count, padded, self._in))
-        b_shared = build.factor((self.storage.shape[1], padded)) if shares.b else None
-        a_blocks: list[list[GradientBlock]] = [[] for _ in range(1 if shares.a else count)]
-        b_blocks: list[list[GradientBlock]] = [[] for _ in range(1 if shares.b else count)]
-        places, first = [], 0
-        scales = torch.zeros(count, padded, dtype=torch.float32)
-        for adapter in adapters:
-            rows, common = adapter.rows, slice(first, first + adapter.rank)
-            places.append(
-                AdapterPlace(
-                    first_column=rows.start,
-                    num_columns=rows.stop - rows.start,
-                    first_row=first,
-                    num_ranks=adapter.rank,
-                    scale=adapter.present[0].scale,
-                )
-            )
-            shared = f"{self._prefix}.{adapter.leaf}"
-            common_a, common_b = self._common_specs(adapter.spec, adapter.rank)
-            a_E = () if shares.a else stacked[:, common].unbind()
-            b_E = () if shares.b else b_EOR[:, rows, common].unbind()
-            if shares.a:
-                self._own_factor(f"{shared}.lora_A", stacked[common], common_a, a_blocks[0], common, _ALL)
-            for place, expert in enumerate(self._experts):
-                settings = adapter.settings[expert]
-                if settings is None:
-                    continue
-                scales[place, common] = settings.scale
-                module, ranks = f"{self._prefix}.{expert}.{adapter.leaf}", slice(first, first + settings.rank)
-                spec_a, spec_b = self._factor_specs(adapter.spec, settings.rank)
-                if not shares.a:
-                    a = a_E[place] if settings.rank == adapter.rank else a_E[place][: settings.rank]
-                    self._own_factor(f"{module}.lora_A", a, spec_a, a_blocks[place], ranks, _ALL)
-                if not shares.b:
-                    b = b_E[place] if settings.rank == adapter.rank else b_E[place][:, : settings.rank]
-                    self._own_factor(f"{module}.lora_B", b, spec_b, b_blocks[place], rows, ranks)
-            if b_shared is not None:
-                self._own_factor(f"{shared}.lora_B", b_shared[rows, common], common_b, b_blocks[0], rows, common)
-            first += adapter.rank
-        differ = len({one.scale for adapter in adapters for one in adapter.present}) > 1
-        dropout = None
-        if (probability := adapters[0].present[0].dropout) > 0:
-            dropout = DropoutSite(
-                probability=probability, seed=build.plan.seed, site=site, feature_offset=first_feature
-            )
-        return GroupedLowRank(
-            a_ERI=stacked,
-            b_OR=b_shared,
-            b_EOR=b_EOR if apart and not shares.b else None,
-            places=tuple(places),
-            scales_ER=scales.to(build.device) if differ else None,
-            a_blocks=tuple(map(tuple, a_blocks)),
-            b_blocks=tuple(map(tuple, b_blocks)),
-            dropout=dropout,
-        )
-
-    def _own_factor(
-        self, name: str, tensor: Tensor, spec: ShardSpec, blocks: list[GradientBlock], rows: slice, columns: slice
-    ) -> None:
-        """Owns a factor, whose gradient is these rows and columns of what its operand's product gives."""
-        entry = self.own(name, tensor, spec, trainable=True)
-        assert entry.sink is not None
-        self.trained.append(entry)
-        blocks.append(GradientBlock(entry.sink, rows, columns))
-
-    def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
-        """Returns the shards of A and B: one is cut as the weight, the gradient of the other is a partial sum."""
-        outputs, inputs = spec.global_shape
-        if spec.dim == 0:
-            cut = replace(spec, global_shape=(outputs, rank), local_shape=(spec.local_shape[0], rank))
-            return self._whole_spec((rank, inputs)), cut
-        cut = replace(spec, global_shape=(rank, inputs), local_shape=(rank, spec.local_shape[1]))
-        return cut, self._whole_spec((outputs, rank))
-
-    def _common_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
-        """Returns the shards of A and B that all experts share: every rank of the data has rows for them, and every
-        tensor rank too where these have whole experts."""
-        tp, cuts = self._build.layout.tp, self._build.layout.expert_axes.tp.size > 1
-
-        def common(one: ShardSpec) -> ShardSpec:
-            if one.dim is not None and cuts:
-                return replace(one, data="dp_cp")
-            return replicated_spec(one.global_shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-
-        spec_a, spec_b = self._factor_specs(spec, rank)
-        return common(spec_a), common(spec_b)
-
-
 class _TokenWeight(ShardedModule):
     """A small matrix that every rank has whole: the gate's of the shared expert.
 
@@ -428,12 +144,12 @@ class _TokenWeight(ShardedModule):
 
     def __init__(self, name: str, rows: int, hidden: int, *, build: LayerContext) -> None:
         super().__init__()
-        tp = build.layout.tp
+        tp, self._product = build.layout.tp, build.layout.kernels.narrow_product
         spec = replicated_spec((rows, hidden), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
         self.weight = self.own(f"{name}.weight", build.empty((rows, hidden)), spec, trainable=build.plan.trains(name))
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return sink_linear(x_TH, self.weight.parameter, self.weight.sink)
+        return sink_linear(x_TH, self.weight.parameter, self.weight.sink, product=self._product)
 
 
 class RoutedMLP(Branch):
@@ -476,7 +192,7 @@ class RoutedMLP(Branch):
         self._layout = layout
         self.rows_E = torch.zeros(rule.num_experts, dtype=torch.int64, device=build.device)
         """Rows that this rank's tokens have sent to each expert in training, since it was last set to zero."""
-        self._loops = not _is_gpu(build)
+        self._loops = not is_gpu(build)
         inner = deferred_sums(build)
         self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)
         what, firsts = "the experts' intermediate size", first_linears(sizes.activation)
@@ -567,7 +283,7 @@ class RoutedMLP(Branch):
         routed, link = self._dispatch(x, context)
         link, shared = self._compute(routed, link, x, context)
         if shared is not None and self.shared_gate is not None:
-            shared = torch.sigmoid(self.shared_gate(x)) * shared
+            shared = layout.kernels.sigmoid(self.shared_gate(x)) * shared
         y = self.experts_output(routed.combine(link), context)
         if shared is not None:
             y = y + shared
@@ -579,9 +295,12 @@ class RoutedMLP(Branch):
         joins = not layout.splits_tokens
         own = split_tokens(x, layout.tp) if joins else x
         index = local_part(context.token_index, layout.tp) if joins else context.local_token_index
-        local = replace(context, token_index=index)
+        choice = context.choice
+        if choice is not None:
+            choice = choice.part(own.shape[0] * layout.tp.rank, own.shape[0] * (layout.tp.rank + 1))
+        local = replace(context, token_index=index, choice=choice)
         routed, link = self._dispatch(own, local)
-        gate = None if self.shared_gate is None else torch.sigmoid(self.shared_gate(own))
+        gate = None if self.shared_gate is None else layout.kernels.sigmoid(self.shared_gate(own))
         link, shared = self._compute(routed, link, x, context)
         y = self.experts_output(routed.combine(link), local)
         if joins and gate is not None:
@@ -601,16 +320,28 @@ class RoutedMLP(Branch):
         if context.training and not context.repeats and (balance is None or not balance.counts_alone):
             ends = slots.groups.ends
             self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
-        exchange = plan_exchange(slots, self._ep, loops=self._loops)
+        gate_up, down = self.gate_up.operands, self.down.operands
+        leaves, spans = (*self.gate_up.trained_leaves, *self.down.trained_leaves), ()
+        choice = context.choice if context.adapters else None
+        if choice is None:
+            exchange = plan_exchange(slots, self._ep, loops=self._loops)
+        else:
+            groups = groups_by_span(slots, choice.lengths, loops=self._loops and not travels)
+            exchange = plan_exchange(slots._replace(groups=groups), self._ep, loops=self._loops)
+            by_expert, spans = taken_apart(exchange.groups, [length * weights.shape[1] for length in choice.lengths])
+            exchange = replace(exchange, groups=by_expert)
+            leaves = (*choice.leaves(gate_up.name), *choice.leaves(down.name))
+            gate_up, down = with_choice(gate_up, choice), with_choice(down, choice)
         routed = RoutedPass(
             slots,
-            self.gate_up.operands,
-            self.down.operands,
+            gate_up,
+            down,
             context,
-            (*self.gate_up.leaves, *self.down.leaves),
+            leaves,
             exchange,
             gated=self._gated,
             leaves_output=self.ends_region and context.repeats and not self._reads_output,
+            spans=spans,
         )
         return routed, routed.dispatch(self.experts_input(x, context), weights)
 

@@ -39,6 +39,7 @@ class Router(ShardedModule):
         super().__init__()
         self._name, self._rule, self._build = name, rule, build
         self._dtype = torch.float32 if rule.wide else None
+        self._product, self._sigmoid = build.layout.kernels.narrow_product, build.layout.kernels.sigmoid
         trains = build.plan.trains(name)
         shape, wide = (rule.num_experts, hidden), torch.float32
         frozen = None
@@ -98,7 +99,7 @@ class Router(ShardedModule):
     def _logits(self, x_TH: Tensor, context: TokenContext) -> Tensor:
         if self.scale is not None and self._rule.input_factor is not None:
             x_TH = sink_scale(x_TH, self.scale.parameter, self.scale.sink, self._rule.input_factor)
-        logits = sink_linear(x_TH, self.weight.parameter, self.weight.sink, self._dtype)
+        logits = self._linear(x_TH, self.weight)
         if self.bias is not None:
             logits = sink_bias(logits, self.bias.parameter, self.bias.sink)
         if self.factors is None or not context.adapters:
@@ -107,8 +108,21 @@ class Router(ShardedModule):
             key = self._dropout.key(context.token_index, x_TH.shape[1], context.step)
             x_TH = (x_TH * dropout_mask(key)).mul_(self._dropout.scale)
         a, b = self.factors
-        h = sink_linear(x_TH, a.parameter, a.sink, self._dtype)
-        return torch.add(logits, sink_linear(h, b.parameter, b.sink, self._dtype), alpha=self._scale)
+        return torch.add(logits, self._linear(self._linear(x_TH, a), b), alpha=self._scale)
+
+    def _linear(self, x_TH: Tensor, weight: ShardEntry) -> Tensor:
+        return sink_linear(x_TH, weight.parameter, weight.sink, self._dtype, self._product)
+
+    def _route(self, logits_TE: Tensor, *, loops: bool) -> tuple[Tensor, Slots]:
+        correction_E = None if self.correction is None else self.correction.parameter
+        return route(
+            logits_TE,
+            self._rule,
+            loops=loops,
+            correction_E=correction_E,
+            scaled=self._scaled,
+            sigmoid=self._sigmoid,
+        )
 
     def _scaled(self, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         if self.expert_scale is None:
@@ -117,10 +131,9 @@ class Router(ShardedModule):
 
     def forward(self, x_TH: Tensor, context: TokenContext, *, loops: bool) -> tuple[Tensor, Slots]:
         """Returns weights and slots; `loops` as of `engine.experts.ops.grouped_products.row_groups`."""
-        correction_E = None if self.correction is None else self.correction.parameter
         logits_TE, balance = self._logits(x_TH, context), context.part(LoadBalance)
         if balance is None:
-            return route(logits_TE, self._rule, loops=loops, correction_E=correction_E, scaled=self._scaled)
+            return self._route(logits_TE, loops=loops)
         layout, padding = self._build.layout, context.part(PaddingTokens)
         padding_T = None if padding is None else padding.padding_T
         if padding_T is not None and layout.routes_local_tokens:
@@ -128,7 +141,7 @@ class Router(ShardedModule):
         # where ranks have the same tokens, the gradient is a partial sum, of which one has it
         if layout.routes_local_tokens or layout.tp.rank == 0:
             logits_TE = balance.through(logits_TE, padding_T)
-        weights, slots = route(logits_TE, self._rule, loops=loops, correction_E=correction_E, scaled=self._scaled)
+        weights, slots = self._route(logits_TE, loops=loops)
         if not context.repeats:
             balance.seen(logits_TE, slots, padding_T)
         return weights, slots

@@ -126,7 +126,7 @@ def plan_exchange(slots: Slots, axis: Axis, *, loops: bool) -> Exchange:
     on_host = tuple(accumulate(map(sum, by_expert))) if loops else None
     return Exchange(
         axis=axis,
-        groups=RowGroups(ends, on_host, tuple(map(tuple, by_expert)) if loops else ()),
+        groups=RowGroups(ends, on_host, tuple(by_expert)),
         sent=tuple(sum(counts) for counts in sent),
         received=tuple(sizes),
         order_R=order_R,

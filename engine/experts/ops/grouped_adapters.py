@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ Blocks = tuple[tuple[GradientBlock, ...], ...]
 """What is trained of each expert."""
 
 
+class SpanRows(NamedTuple):
+    """The rows of one span of tokens, of all experts.
+
+    Args:
+        index_N: int64, their places, in order.
+        groups: those of each expert, among them.
+    """
+
+    index_N: Tensor
+    groups: RowGroups
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRows:
     """Rows sorted by expert.
@@ -42,16 +55,52 @@ class ExpertRows:
         coordinates_N: int64, the dropout coordinate of each row at its expert, different for each token and expert;
             None without dropout.
         context: of the tokens.
+        spans: the rows of each span of tokens, where these differ in adapters.
     """
 
     groups: RowGroups
     coordinates_N: Tensor | None
     context: TokenContext
+    spans: tuple[SpanRows, ...] = ()
+
+
+class ExpertAdapters(Protocol):
+    """The adapters of rows at one linear of all experts."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether any has dropout."""
+
+    @property
+    def lies_beside(self) -> bool:
+        """Whether B is columns of the storage of the weights."""
+
+    def project(self, x_NI: Tensor, rows: ExpertRows, kernels: Kernels) -> Tensor:
+        """Returns H, [N, R]."""
+
+    def expand(self, y_NO: Tensor, h_NR: Tensor, rows: ExpertRows) -> None:
+        """Adds H B^T to y, in place, where B does not lie beside the weights."""
+
+    def back_through_b(self, dy_NO: Tensor, rows: ExpertRows) -> Tensor:
+        """Returns dH / s = dY B, [N, R], where B does not lie beside the weights."""
+
+    def dots(self, dh_NR: Tensor, h_NR: Tensor, rows: ExpertRows) -> Tensor:
+        """Returns fp32 [N], the products of rows of dH and H."""
+
+    def add_b_gradients(self, dy_NO: Tensor, h_NR: Tensor, rows: ExpertRows) -> None:
+        """Adds dB to its sinks."""
+
+    def through_a(self, dx_NI: Tensor | None, dh_NR: Tensor, x_NI: Tensor, rows: ExpertRows, kernels: Kernels) -> None:
+        """Adds dA to its sinks, and drop'(dH A) to dx, in place where that is wanted.
+
+        Args:
+            dh_NR: dH / s; overwritten.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedLowRank:
-    """The adapters of one linear of all experts.
+    """The adapters of one linear of all experts, the same for all rows; `ExpertAdapters` says what its functions do.
 
     Args:
         a_ERI: stacked A of each expert, padded to as many rows as there are columns for B; [R, I] where experts share
@@ -79,8 +128,11 @@ class GroupedLowRank:
         return self.a_ERI.dim() == 2
 
     @property
+    def drops(self) -> bool:
+        return self.dropout is not None
+
+    @property
     def lies_beside(self) -> bool:
-        """Whether B is columns of the storage of the weights."""
         return self.b_OR is None and self.b_EOR is None
 
     def every_a(self, num_experts: int) -> Tensor:
@@ -100,11 +152,10 @@ class GroupedLowRank:
         return self.dropout.key(rows.coordinates_N, self.a_ERI.shape[-1], rows.context.step)
 
     def project(self, x_NI: Tensor, rows: ExpertRows, kernels: Kernels) -> Tensor:
-        """Returns H, [N, R]."""
         return self._scaled(self._times_a(self._dropped(x_NI, rows, kernels), rows.groups, kernels), rows.groups)
 
-    def expand(self, y_NO: Tensor, h_NR: Tensor, groups: RowGroups) -> None:
-        """Adds H B^T to y, in place, where B does not lie beside the weights."""
+    def expand(self, y_NO: Tensor, h_NR: Tensor, rows: ExpertRows) -> None:
+        groups = rows.groups
         if self.b_OR is not None:
             y_NO.addmm_(h_NR, self.b_OR.t())
         elif self.b_EOR is not None and groups.on_host is None:
@@ -113,26 +164,22 @@ class GroupedLowRank:
             for expert, own in groups.slices():
                 y_NO[own].addmm_(h_NR[own], self.b_EOR[expert].t())
 
-    def back_through_b(self, dy_NO: Tensor, groups: RowGroups) -> Tensor:
-        """Returns dH / s = dY B, [N, R], where B does not lie beside the weights."""
+    def back_through_b(self, dy_NO: Tensor, rows: ExpertRows) -> Tensor:
         if self.b_OR is not None:
             return torch.mm(dy_NO, self.b_OR)
         assert self.b_EOR is not None
-        return grouped_product(dy_NO, self.b_EOR, groups, torch.mm)
+        return grouped_product(dy_NO, self.b_EOR, rows.groups, torch.mm)
 
-    def add_b_gradients(self, dy_NO: Tensor, h_NR: Tensor, groups: RowGroups) -> None:
-        """Adds dB to its sinks."""
+    def dots(self, dh_NR: Tensor, h_NR: Tensor, rows: ExpertRows) -> Tensor:
+        return row_dots(dh_NR, h_NR)
+
+    def add_b_gradients(self, dy_NO: Tensor, h_NR: Tensor, rows: ExpertRows) -> None:
         if self.b_OR is None:
-            add_grouped_gradients(dy_NO, h_NR, groups, self.b_blocks)
+            add_grouped_gradients(dy_NO, h_NR, rows.groups, self.b_blocks)
         else:
             add_common_gradients(dy_NO, h_NR, self.b_blocks)
 
     def through_a(self, dx_NI: Tensor | None, dh_NR: Tensor, x_NI: Tensor, rows: ExpertRows, kernels: Kernels) -> None:
-        """Adds dA to its sinks, and drop'(dH A) to dx, in place where that is wanted.
-
-        Args:
-            dh_NR: dH / s; overwritten.
-        """
         groups = rows.groups
         dh = self._scaled(dh_NR.contiguous(), groups)
         dropped = self._dropped(x_NI, rows, kernels)
@@ -191,3 +238,8 @@ class GroupedLowRank:
         elif not self.shares_a:
             for expert, own in groups.slices():
                 yield own, self.a_ERI[expert]
+
+
+def row_dots(left_NF: Tensor, right_NF: Tensor) -> Tensor:
+    """Returns fp32 [N], the products of rows."""
+    return (left_NF.to(torch.float32) * right_NF).sum(dim=1)

@@ -36,7 +36,8 @@ class RowGroups(NamedTuple):
     Args:
         ends: int32 [E], on the device of the rows.
         on_host: the same where loops need it; None where one launch serves all experts.
-        by_sender: each expert's rows by the rank whose tokens they are, in order; empty where all are of this rank.
+        by_sender: how many of each expert's rows are of each rank's tokens, in order; empty where all are of this
+            rank.
     """
 
     ends: Tensor

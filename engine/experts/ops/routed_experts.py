@@ -31,7 +31,7 @@ from torch import Tensor
 from engine.experts.kernels import GroupedKernels
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import Arrival, Exchange
-from engine.experts.ops.grouped_adapters import Blocks, ExpertRows, GroupedLowRank
+from engine.experts.ops.grouped_adapters import Blocks, ExpertAdapters, ExpertRows, GroupedLowRank, SpanRows, row_dots
 from engine.experts.ops.grouped_products import (
     RowGroups,
     add_grouped_gradients,
@@ -87,6 +87,7 @@ class GroupedOperands:
         weight_blocks: destinations of the gradients of weights that train.
         low_rank: the adapters, or None.
         kernels: the backend.
+        name: of its first logical linear, without the expert.
         bias_EO: each expert's bias, or None.
         bias_blocks: destinations of the gradients of biases that train.
         adds_bias: whether this rank does; always where outputs are no parts of a sum.
@@ -97,8 +98,9 @@ class GroupedOperands:
     extended_EOI: Tensor
     in_features: int
     weight_blocks: Blocks
-    low_rank: GroupedLowRank | None
+    low_rank: ExpertAdapters | None
     kernels: Kernels
+    name: str = ""
     bias_EO: Tensor | None = None
     bias_blocks: Blocks = ()
     adds_bias: bool = True
@@ -114,11 +116,17 @@ class GroupedOperands:
     @property
     def drops(self) -> bool:
         """Whether adapters have dropout."""
-        return self.low_rank is not None and self.low_rank.dropout is not None
+        return self.low_rank is not None and self.low_rank.drops
 
     def fuses(self, groups: RowGroups) -> bool:
         """Returns whether compiled kernels compute the products, which read rows where they lie."""
         return self.grouped is not None and groups.on_host is None
+
+    @property
+    def _one_low_rank(self) -> GroupedLowRank | None:
+        """The adapters, as compiled kernels take them: the same for all rows."""
+        assert self.low_rank is None or isinstance(self.low_rank, GroupedLowRank)
+        return self.low_rank
 
     def project(self, x_NI: Tensor, rows: ExpertRows, index_N: Tensor | None = None) -> Tensor | None:
         """Returns H [N, R], which is kept; None without adapters.
@@ -128,8 +136,8 @@ class GroupedOperands:
         """
         if self.low_rank is None:
             return None
-        if self.grouped is not None and self.fuses(rows.groups):
-            return self._fused_project(self.grouped, self.low_rank, x_NI, rows, index_N)
+        if self.grouped is not None and self.fuses(rows.groups) and self._one_low_rank is not None:
+            return self._fused_project(self.grouped, self._one_low_rank, x_NI, rows, index_N)
         return self.low_rank.project(x_NI, rows, self.kernels)
 
     def forward(self, x_NI: Tensor, h: Tensor | None, rows: ExpertRows, index_N: Tensor | None = None) -> Tensor:
@@ -148,7 +156,7 @@ class GroupedOperands:
             x_NI = torch.cat([x_NI, h], dim=1)
         y = self._product(x_NI, groups, transposed=True)
         if low_rank is not None and h is not None and not low_rank.lies_beside:
-            low_rank.expand(y, h, groups)
+            low_rank.expand(y, h, rows)
         if self.bias_EO is not None and self.adds_bias:
             add_grouped_rows(y, self.bias_EO, groups)
         return y
@@ -166,7 +174,7 @@ class GroupedOperands:
         if self.low_rank is None:
             return both, None
         if not self.low_rank.lies_beside:
-            return both, self.low_rank.back_through_b(dy_NO, rows.groups)
+            return both, self.low_rank.back_through_b(dy_NO, rows)
         return both[:, : self.in_features], both[:, self.in_features :]
 
     def _factors(self) -> tuple[Tensor, Tensor | None]:
@@ -175,17 +183,18 @@ class GroupedOperands:
         width = self.extended_EOI.shape[2]
         both_EOI = self.extended_EOI if self.encoded is None else self.encoded.every(width)
         w_EOI, b_EOR = both_EOI[..., : self.in_features], both_EOI[..., self.in_features :]
-        if self.low_rank is None:
+        low_rank = self._one_low_rank
+        if low_rank is None:
             return w_EOI, None
-        if self.low_rank.b_OR is not None:
-            b_EOR = self.low_rank.b_OR.expand(w_EOI.shape[0], -1, -1)
-        elif self.low_rank.b_EOR is not None:
-            b_EOR = self.low_rank.b_EOR
+        if low_rank.b_OR is not None:
+            b_EOR = low_rank.b_OR.expand(w_EOI.shape[0], -1, -1)
+        elif low_rank.b_EOR is not None:
+            b_EOR = low_rank.b_EOR
         return w_EOI, b_EOR
 
     def _fused_mask(self, rows: ExpertRows) -> tuple[Tensor | None, float]:
         """Returns the mask of these rows' inputs in the backend's form, and what is kept is multiplied by."""
-        key = None if self.low_rank is None else self.low_rank.key(rows)
+        key = None if self._one_low_rank is None else self._one_low_rank.key(rows)
         return (None, 1.0) if key is None else (self.kernels.draw_mask(key), dropout_scale(key.probability))
 
     def _fused_project(
@@ -207,7 +216,7 @@ class GroupedOperands:
         self, dy_NO: Tensor, rows: ExpertRows, index_N: Tensor | None, *, wants_dx: bool
     ) -> tuple[Tensor | None, FusedGradient | None]:
         """Returns dx = dy W + drop'(dH A), where it is wanted, and dH = s dy B with the mask of the input."""
-        grouped, low_rank, ends = self.grouped, self.low_rank, rows.groups.ends
+        grouped, low_rank, ends = self.grouped, self._one_low_rank, rows.groups.ends
         assert grouped is not None
         w_EOI, b_EOR = self._factors()
         through, update = None, None
@@ -230,7 +239,7 @@ class GroupedOperands:
             dy, x: the gradient of the output, and the input.
             h_NR, through: H and what `fused_gradient` returned, weighted where dy is not.
         """
-        grouped, low_rank, ends = self.grouped, self.low_rank, rows.groups.ends
+        grouped, low_rank, ends = self.grouped, self._one_low_rank, rows.groups.ends
         assert grouped is not None
         if low_rank is None or h_NR is None or through is None:
             return
@@ -261,7 +270,7 @@ class GroupedOperands:
         """Adds dW and dB to their sinks, and weights x and H before where the caller has not."""
         add_grouped_gradients(dy_NO, x_NI, rows.groups, self.weight_blocks)
         if self.low_rank is not None and h_NR is not None:
-            self.low_rank.add_b_gradients(dy_NO, h_NR, rows.groups)
+            self.low_rank.add_b_gradients(dy_NO, h_NR, rows)
 
     def add_bias_gradients(self, dy_NO: Tensor, rows: ExpertRows) -> None:
         """Adds the biases' gradients to their sinks."""
@@ -295,6 +304,7 @@ class RoutedPass:
         exchange: with the ranks that have the other experts.
         gated: makes a from [gate | up].
         leaves_output: the output is not read, because a recomputed region ends with it and this is its second run.
+        spans: see `ExpertRows`.
     """
 
     def __init__(
@@ -308,10 +318,11 @@ class RoutedPass:
         *,
         gated: LinearInput = SWIGLU,
         leaves_output: bool = False,
+        spans: tuple[SpanRows, ...] = (),
     ) -> None:
         self.gate_up, self.down = gate_up.in_context(context), down.in_context(context)
         self.slots, self.exchange, self.gated, self.leaves_output = slots, exchange, gated, leaves_output
-        self._context, self._leaves = context, leaves
+        self._context, self._leaves, self._spans = context, leaves, spans
         self.fuses = self.gate_up.fuses(exchange.groups)
         self.index = slots.tokens_N if self.fuses and exchange.stays else None
         """The token of each row, where products pick rows themselves."""
@@ -347,7 +358,9 @@ class RoutedPass:
     def compute(self, link: Tensor) -> Tensor:
         """Waits for the rows, computes the experts, and starts the outputs on their way back."""
         coordinates = None if self.coordinates is None else self.coordinates.take()
-        rows = ExpertRows(groups=self.exchange.groups, coordinates_N=coordinates, context=self._context)
+        rows = ExpertRows(
+            groups=self.exchange.groups, coordinates_N=coordinates, context=self._context, spans=self._spans
+        )
         return _Compute.apply(link, self, rows, *self._leaves)
 
     def combine(self, link: Tensor) -> Tensor:
@@ -410,8 +423,9 @@ class _Compute(torch.autograd.Function):
         if exchange.stays:
             dy = slots.gather(dy)
         da, dh_down = down.gradient(dy, rows)
-        dots, bias_dots = _dots(da, a), down.bias_dots(dy, rows)
-        dots = dots if h_down is None else dots + _dots(dh_down, h_down)
+        dots, bias_dots = row_dots(da, a), down.bias_dots(dy, rows)
+        if h_down is not None and down.low_rank is not None:
+            dots = dots + down.low_rank.dots(dh_down, h_down, rows)
         if ctx.needs_input_grad[0]:
             routed.d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
         w = w_N1.to(dy.dtype)
@@ -497,8 +511,3 @@ class _Combine(torch.autograd.Function):
         routed.w = exchange.out(routed.weights_TK.flatten().index_select(0, slots.order_N))
         routed.dy = Arrival(dy_TO) if exchange.stays else exchange.out(slots.gather(dy_TO))
         return dy_TO.new_empty(0), None
-
-
-def _dots(left_NF: Tensor, right_NF: Tensor) -> Tensor:
-    """Returns fp32 [N], the products of rows."""
-    return (left_NF.to(torch.float32) * right_NF).sum(dim=1)

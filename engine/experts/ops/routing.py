@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine.experts.ops.grouped_products import RowGroups, row_groups
 from engine.ops.gradients import GradientSink
+from engine.ops.kernels import Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,28 +110,40 @@ class Slots(NamedTuple):
 class _SinkLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, weight_EH: Tensor, sink: GradientSink | None, dtype: torch.dtype | None
+        ctx: Any,
+        x_TH: Tensor,
+        weight_EH: Tensor,
+        sink: GradientSink | None,
+        dtype: torch.dtype | None,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
-        ctx.sink, ctx.dtype = sink, dtype or x_TH.dtype
-        return torch.mm(x_TH.to(ctx.dtype), weight_EH.to(ctx.dtype).t())
+        ctx.sink, ctx.dtype, ctx.product = sink, dtype or x_TH.dtype, product
+        return product(x_TH.to(ctx.dtype), weight_EH.to(ctx.dtype).t())
 
     @staticmethod
-    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         x_TH, weight_EH = ctx.saved_tensors
         if ctx.sink is not None:
             ctx.sink.add_product(dy_TE.t(), x_TH.to(ctx.dtype))
-        dx = torch.mm(dy_TE, weight_EH.to(ctx.dtype)).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None
+        dx = ctx.product(dy_TE, weight_EH.to(ctx.dtype)).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
 
 
-def sink_linear(x_TH: Tensor, weight_EH: Tensor, sink: GradientSink | None, dtype: torch.dtype | None = None) -> Tensor:
+def sink_linear(
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    sink: GradientSink | None,
+    dtype: torch.dtype | None = None,
+    product: Product = torch.mm,
+) -> Tensor:
     """Returns x W^T, [T, E], for a small weight that every rank holds whole; its gradient goes to `sink`.
 
     Args:
         dtype: of the product and of what it reads; None for that of x.
+        product: of the backend.
     """
-    return _SinkLinear.apply(x_TH, weight_EH, sink, dtype)
+    return _SinkLinear.apply(x_TH, weight_EH, sink, dtype, product)
 
 
 class _SinkBias(torch.autograd.Function):
@@ -201,13 +214,19 @@ def _kept_groups(compared_TE: Tensor, rule: RoutingRule) -> Tensor:
     return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
 
 
-def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_TE: Tensor,
+    rule: RoutingRule,
+    correction_E: Tensor | None = None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> tuple[Tensor, Tensor]:
     """Chooses each token's experts.
 
     Args:
         logits_TE: the router's.
         rule: of the family.
         correction_E: fp32, of a rule that has one; [1, E] too.
+        sigmoid: of the backend.
 
     Returns:
         Their weights [T, k], differentiable, and ids, int64 [T, k].
@@ -217,7 +236,7 @@ def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = N
         weights_TK = torch.softmax(chosen_TK, dim=-1, dtype=torch.float32)
     else:
         wide_TE = logits_TE.to(torch.float32)
-        scores_TE = torch.sigmoid(wide_TE) if rule.scores == "sigmoid" else torch.softmax(wide_TE, dim=-1)
+        scores_TE = sigmoid(wide_TE) if rule.scores == "sigmoid" else torch.softmax(wide_TE, dim=-1)
         compared_TE = scores_TE.detach() if correction_E is None else scores_TE.detach() + correction_E
         if rule.kept_groups < rule.num_groups:
             compared_TE = _kept_groups(compared_TE, rule)
@@ -239,18 +258,19 @@ def route(
     loops: bool,
     correction_E: Tensor | None = None,
     scaled: Callable[[Tensor, Tensor], Tensor] | None = None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> tuple[Tensor, Slots]:
     """Chooses experts.
 
     Args:
-        logits_TE, rule, correction_E: see `choose`.
+        logits_TE, rule, correction_E, sigmoid: see `choose`.
         loops: the host is to know how many rows each expert has; see `row_groups`.
         scaled: multiplies weights [T, k] by numbers of their experts, ids [T, k]; None where there are none.
 
     Returns:
         The weights [T, k] of each token's experts, differentiable, and the slots.
     """
-    weights_TK, ids_TK = choose(logits_TE, rule, correction_E)
+    weights_TK, ids_TK = choose(logits_TE, rule, correction_E, sigmoid)
     if scaled is not None:
         weights_TK = scaled(weights_TK, ids_TK)
     sorted_ids, order_N = torch.sort(ids_TK.flatten(), stable=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -43,13 +44,25 @@ class AuxiliaryLoss(ContextPart):
 
 
 class AdapterChoice(Protocol):
-    """The adapters of each token, where several models read one base and tokens of several are in a micro-batch."""
+    """The adapters of each token, where several models read one base and tokens of several are in a micro-batch: in
+    spans of neighbours, which are the same, though not as long, on ranks that exchange tokens."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Returns how many tokens each span has."""
 
     def chosen(self, operands: Any) -> Any:
         """Returns the operands of a linear, which has no adapters, with those of its tokens."""
 
+    def each(self, name: str) -> Sequence[tuple[Any, Tensor] | None]:
+        """Returns for each span the operands of its model's linear of this name, and the step that its dropout masks
+        are drawn for; None where that linear has no adapters."""
+
     def leaves(self, name: str) -> tuple[Tensor, ...]:
         """Returns the trainable tensors of these, for a linear whose first logical one has this name."""
+
+    def part(self, first: int, last: int) -> Self:
+        """Returns the adapters of the tokens [first, last), in as many spans."""
 
 
 @dataclass(frozen=True, slots=True)

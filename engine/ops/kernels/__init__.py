@@ -77,6 +77,8 @@ class Kernels:
         folds: input features, output features and dtype of a linear on this rank -> the directions in which its
             adapters are faster as columns of its weight, in one product, than otherwise.
         fold_multiple: the columns of a folded weight beyond its input features are padded to a multiple of this.
+        narrow_product: of products that are too small for a choice, such as a router's.
+        sigmoid: of a gate or a router.
         counted: (a function, its name, its op) -> the same function, counted at each call; for kernels that are no ops
             of this record. None where nothing is counted.
         (others): see the module of each op.
@@ -112,6 +114,8 @@ class Kernels:
     )
     paged_attention: PagedAttention | None = field(default=None, metadata={"op": PAGED_ATTENTION})
     gumbel_argmax: GumbelArgmax | None = field(default=None, metadata={"op": GUMBEL_ARGMAX})
+    narrow_product: Product = torch.mm
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     counted: Counted | None = None
 
 

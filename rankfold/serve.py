@@ -65,6 +65,23 @@ def build_parser() -> CommandLine:
         "files and come back as they were (default: a quarter of what is free beside the base)",
     )
     parser.add_argument("--models", type=int, default=16, help="models that one key may have at a time (default 16)")
+    parser.add_argument(
+        "--key-tokens",
+        type=read_length,
+        default=64 << 20,
+        help="tokens of a key's requests that may wait to be executed (default 64M)",
+    )
+    parser.add_argument(
+        "--key-disk",
+        type=read_gib,
+        help="most bytes of a key's models and saved weights, such as 100GiB (default: any)",
+    )
+    parser.add_argument(
+        "--session-hours",
+        type=float,
+        default=24.0,
+        help="hours of silence after which a session ends, and its models are unloaded (default 24)",
+    )
     layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")
     layout.add_argument("--tensor", type=int, default=1, help="ranks that share each layer (default 1)")
     layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
@@ -118,8 +135,17 @@ def _serve(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise UserError(f"--{name} is {value}, but {low} to {high} is expected: change it.")
-    if arguments.resident is not None and not 0 <= arguments.resident < math.inf:
-        raise UserError(f"--resident is {arguments.resident:g}, but a size of 0 or more is expected: change it.")
+    for name in ("resident", "key_disk"):
+        size = getattr(arguments, name)
+        if size is not None and not 0 <= size < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} is {size:g}, but a size of 0 or more is expected: change it.")
+    if arguments.key_tokens < 1:
+        raise UserError(f"--key-tokens is {arguments.key_tokens}, but 1 or more is expected: change it.")
+    if not 0.05 <= arguments.session_hours < math.inf:
+        raise UserError(
+            f"--session-hours is {arguments.session_hours:g}, but 0.05 or more is expected, as clients are heard "
+            "every ten seconds: change it."
+        )
     from engine.runtime.secrets import secret, take_secret
     from rankfold.serving.exchange import ServedModel
     from rankfold.serving.folder import ServerFolder
@@ -151,6 +177,11 @@ def _serve(arguments: argparse.Namespace) -> None:
         Address(host=arguments.host, port=arguments.port),
         names,
         secret(_KEYS),
-        Limits(models=arguments.models),
+        Limits(
+            models=arguments.models,
+            tokens=arguments.key_tokens,
+            disk_bytes=math.inf if arguments.key_disk is None else arguments.key_disk * 2**30,
+            session_seconds=3600 * arguments.session_hours,
+        ),
         watch_key=secret(_WATCH_KEY),
     )

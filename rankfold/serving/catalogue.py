@@ -159,6 +159,12 @@ class Catalogue:
         for (path,) in self._journal.rows("SELECT path FROM checkpoints WHERE expires <= ?", (time.time(),)):
             self.delete(read_path(path))
 
+    def used_bytes(self, owner: str) -> int:
+        """Returns the bytes on the disk of an owner's models and saved weights."""
+        ((saved,),) = self._journal.rows("SELECT SUM(bytes) FROM checkpoints WHERE owner = ?", (owner,))
+        models = self._journal.rows("SELECT id FROM models WHERE owner = ? AND state = 'live'", (owner,))
+        return (saved or 0) + sum(self._folder.model_bytes(model) for (model,) in models)
+
     def copy(self, name: str, source: Checkpoint, owner: str, model: str, expires: float | None) -> Saved:
         """Copies saved weights, whose files share their bytes on the disk.
 

@@ -20,6 +20,8 @@ from rankfold.serving.standstill import Ended, Standstill
 
 _WRITING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
 """Kinds of commands that write a file."""
+_SAVING = ("save_weights", "save_weights_for_sampler")
+"""Those of them that a key's limit on its bytes refuses; steps write the file of a model anew, which stays as large."""
 
 _USAGE_SECONDS = 1.0
 """How often the backend is asked what it holds, at most."""
@@ -32,6 +34,7 @@ class Dispatcher:
         journal: has the commands.
         backend: executes them.
         folder: of the server, on whose disk there has to be room.
+        shortage: key -> a sentence where it has as much on the disk as it may, so that what saves weights fails.
         finished: called in the thread, with the name of each command that was executed.
         lost: called in the thread, with a sentence, where the backend is lost; the thread ends.
         figures: counts what is executed.
@@ -44,6 +47,7 @@ class Dispatcher:
         backend: Backend,
         folder: ServerFolder,
         *,
+        shortage: Callable[[str], str | None] = lambda owner: None,
         finished: Callable[[str], None],
         lost: Callable[[str], None],
         figures: Figures | None = None,
@@ -51,12 +55,15 @@ class Dispatcher:
     ) -> None:
         self._figures, self._usage, self._asked = figures or Figures(), usage, -math.inf
         self._journal, self._backend, self._finished, self._lost = journal, backend, finished, lost
-        self._folder = folder
+        self._folder, self._shortage = folder, shortage
         self._changed = threading.Condition()
         self._standstill = Standstill()
-        self._queue = FairQueue(lambda model, seq: self._next[model] == seq)
-        self._tokens: dict[str, int] = {}
-        """Of each key's commands that are not executed yet."""
+        self._queue = FairQueue(lambda model, seq: model in self._gone or self._next[model] == seq)
+        self._gone: set[str] = set()
+        """Models that were unloaded, or could not be made; what is asked of them fails, in any order."""
+        self._between: list[Callable[[], None]] = []
+        self._load: dict[str, tuple[int, int]] = {}
+        """Of each key's commands that are not executed yet, how many, and their tokens."""
         self._next: dict[str, int] = {}
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
@@ -105,9 +112,10 @@ class Dispatcher:
         """The number of commands that are not executed yet."""
         return len(self._queue)
 
-    def num_tokens(self, owner: str) -> int:
-        """Returns the tokens of a key's commands that are not executed yet."""
-        return self._tokens.get(owner, 0)
+    def load(self, owner: str) -> tuple[int, int]:
+        """Returns how many commands of a key are not executed yet, and how many tokens these have."""
+        with self._changed:
+            return self._load.get(owner, (0, 0))
 
     def add(self, request: str) -> None:
         """Takes a command of the journal."""
@@ -115,6 +123,17 @@ class Dispatcher:
         assert command is not None
         with self._changed:
             self._add(command)
+            self._changed.notify()
+
+    def is_next(self, model: str, seq: int) -> bool:
+        """Returns whether a model waits for the command of a number."""
+        with self._changed:
+            return self._next.get(model, self._journal.last_executed(model) + 1) == seq
+
+    def between(self, work: Callable[[], None]) -> None:
+        """Has the thread do something while no command is being executed."""
+        with self._changed:
+            self._between.append(work)
             self._changed.notify()
 
     def cancel(self, request: str) -> None:
@@ -132,15 +151,24 @@ class Dispatcher:
                 self._changed.notify()
             raise
         with self._changed:
-            self._tokens[waiting.command.owner] -= waiting.tokens
+            self._count(waiting, -1)
 
     def _add(self, command: Command) -> None:
         assert command.body is not None
         if command.seq is not None and command.target not in self._next:
             self._next[command.target] = self._journal.last_executed(command.target) + 1
+        if command.kind != "asample" and self._journal.model_state(command.target) in ("unloaded", "failed"):
+            self._gone.add(command.target)
         tokens = tokens_of(command.kind, command.body, self._backend.context)
-        self._queue.add(Waiting(command=command, tokens=tokens, weights=self._weights(command)))
-        self._tokens[command.owner] = self._tokens.get(command.owner, 0) + tokens
+        waiting = Waiting(command=command, tokens=tokens, weights=self._weights(command))
+        self._queue.add(waiting)
+        self._count(waiting, 1)
+
+    def _count(self, waiting: Waiting, one: int) -> None:
+        """Counts a command that waits, or with -1 one that does not any more."""
+        owner = waiting.command.owner
+        commands, tokens = self._load.get(owner, (0, 0))
+        self._load[owner] = commands + one, tokens + (0 if waiting.is_short else one * waiting.tokens)
 
     def _run(self) -> None:
         try:
@@ -152,22 +180,31 @@ class Dispatcher:
             return
 
     def _take(self) -> list[Waiting] | None:
-        """Waits for commands to execute; None where the thread is to end."""
+        """Waits for commands to execute, and does what is to be done between them; None where the thread is to end."""
+        group: list[Waiting] = []
         with self._changed:
-            while not self._ends and not (group := self._queue.take()):
+            while not self._ends and not self._between and not (group := self._queue.take()):
                 self._changed.wait()
-            return None if self._ends else group
+            work, self._between = self._between, []
+        for one in work:
+            one()
+        return None if self._ends else group
 
     def _execute(self, group: Sequence[Waiting]) -> None:
-        gone = [one for one in group if self._is_gone(one.command)]
+        kinds = ("asample", "unload_model")  # to unload a model again does no harm
+        gone = [one for one in group if one.command.target in self._gone and one.command.kind not in kinds]
         for one in gone:
             self._note(one, failure(one.command.request, f"model {one.command.target} is not there any more."))
         group = [one for one in group if one not in gone]
         if not group:
             return
-        if group[0].command.kind in _WRITING:
-            self._wait_for_room(group[0].command.target)
-        self._figures.begin(group[0].command.kind, len(group))
+        first = group[0].command
+        if first.kind in _SAVING and (sentence := self._shortage(first.owner)) is not None:
+            self._note(group[0], failure(first.request, sentence))
+            return
+        if first.kind in _WRITING:
+            self._wait_for_room(first.target)
+        self._figures.begin(first.kind, len(group))
         outcomes = self._backend.execute([self._task(one.command) for one in group])
         self._figures.end()
         self._ask_usage()
@@ -186,17 +223,12 @@ class Dispatcher:
                 self._figures.usage = self._usage()
             self._asked = time.monotonic()
 
-    def _count(self, one: Waiting, outcome: Outcome) -> None:
+    def _note_figures(self, one: Waiting, outcome: Outcome) -> None:
         command, model = one.command, one.command.target
         work: Work = "trained" if outcome.keeps else "scored"
         if command.kind == "asample":
             work, model = "sampled", read_path(one.weights).model if one.weights else ""
         self._figures.note(command.kind, good=outcome.good, model=model, work=work, tokens=outcome.tokens)
-
-    def _is_gone(self, command: Command) -> bool:
-        """Returns whether the model that a command asks something of was unloaded, or could not be made."""
-        kinds = ("asample", "unload_model")  # to unload it again does no harm
-        return command.kind not in kinds and self._journal.model_state(command.target) in ("unloaded", "failed")
 
     def _weights(self, command: Command) -> str:
         """Returns what an asample reads: a path, or "" for the base."""
@@ -210,9 +242,9 @@ class Dispatcher:
 
     def _note(self, waiting: Waiting, outcome: Outcome) -> None:
         """Writes a result down, and then says that it is there."""
-        self._count(waiting, outcome)
+        self._note_figures(waiting, outcome)
         with self._changed:
-            self._tokens[waiting.command.owner] -= waiting.tokens
+            self._count(waiting, -1)
         while True:
             try:
                 self._write(waiting.command, outcome)
@@ -227,8 +259,10 @@ class Dispatcher:
             journal.set_model(model, "live", json.dumps(dataclasses.asdict(outcome.adapter)))
         elif command.seq == 0 and not outcome.good:
             journal.set_model(model, "failed")
+            self._gone.add(model)
         elif command.kind == "unload_model" and outcome.good:
             journal.set_model(model, "unloaded")
+            self._gone.add(model)
         if outcome.saved is not None:
             journal.add_checkpoint(command.owner, model, outcome.saved)
         status: Status = "done" if outcome.good else "failed"

@@ -156,12 +156,10 @@ class FairQueue:
 
     def _head(self, waiting: dict[str, Waiting]) -> Waiting | None:
         """Returns the first command of a model or a sampler, if it is ready."""
-        for number, one in enumerate(waiting.values()):
+        for one in waiting.values():
             command = one.command
-            if command.seq is None:
-                if command.kind != "unload_model" or number == 0:  # after all that came before it
-                    return one
-            elif self._is_next(command.target, command.seq):
+            # to unload a model waits for all that came before and can be executed
+            if command.seq is None or self._is_next(command.target, command.seq):
                 return one
         return None
 

@@ -64,6 +64,13 @@ class ServerFolder:
         """Returns the file of saved weights."""
         return self.root / path.kind / _file_name(path.model) / f"{path.name}.safetensors"
 
+    def model_bytes(self, model: str) -> int:
+        """Returns the bytes of a live model's file; 0 where it has none."""
+        try:
+            return self.model(model).stat().st_size
+        except OSError:
+            return 0
+
     def unnamed(self, model: str, seq: int) -> Saved:
         """Returns the path of weights that a client saves for a sampler without a name."""
         return Saved(model=model, kind="sampler_weights", name=f"{_UNNAMED}{seq}")

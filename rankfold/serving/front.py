@@ -13,7 +13,7 @@ from starlette.routing import Route
 from engine.errors import UserError
 from rankfold.serving.checkpoint_calls import CheckpointCalls
 from rankfold.serving.future_calls import FutureCalls
-from rankfold.serving.journal import AnotherRequest, Damaged, NotWritten
+from rankfold.serving.journal import AnotherRequest, Damaged, Forgotten, NotWritten
 from rankfold.serving.model_calls import ModelCalls
 from rankfold.serving.run_calls import RunCalls
 from rankfold.serving.sampler_calls import SamplerCalls
@@ -56,6 +56,8 @@ class Front:
                 return await handler(request, owner)
             except AnotherRequest as error:
                 raise HTTPException(409, str(error)) from None
+            except Forgotten as error:
+                raise HTTPException(410, str(error)) from None
             except UserError as error:
                 raise HTTPException(400, str(error)) from None
             except NotWritten as error:

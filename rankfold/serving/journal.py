@@ -24,7 +24,7 @@ Status = Literal["waiting", "done", "failed"]
 _VERSION = 2
 _TABLES = """
 CREATE TABLE sessions (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished INTEGER NOT NULL DEFAULT 0, made REAL NOT NULL DEFAULT 0,
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished REAL NOT NULL DEFAULT 0, made REAL NOT NULL DEFAULT 0,
     title TEXT, project TEXT, metadata TEXT, ending TEXT
 );
 CREATE TABLE models (
@@ -51,12 +51,18 @@ CREATE TABLE copies (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 """
 
 
+_WAL_BYTES = 64 << 20
+"""To which the file of pages that are not in their places yet is cut again."""
 _TAKEN = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 
 
 class AnotherRequest(UserError):
     """A number that a request bears was taken by another one."""
+
+
+class Forgotten(UserError):
+    """A request was executed, and nothing of it is left."""
 
 
 class NotWritten(Exception):
@@ -103,12 +109,14 @@ class Model:
     Args:
         id: its name.
         session: that it was made in.
+        owner: the key that made it.
         adapter: its adapter, as JSON; "" until it was made.
         state: whether it is yet to be made, can be trained, was unloaded, could not be made, or holds copied weights.
     """
 
     id: str
     session: str
+    owner: str
     adapter: str
     state: Literal["new", "live", "unloaded", "failed", "copy"]
 
@@ -216,8 +224,14 @@ class Journal:
         """
         with self.turn() as base:
             base.execute(
-                "UPDATE sessions SET finished = 1, ending = ? WHERE id = ? AND NOT finished", (ending, session)
+                "UPDATE sessions SET finished = ?, ending = ? WHERE id = ? AND NOT finished",
+                (time.time(), ending, session),
             )
+
+    def open_sessions(self) -> list[str]:
+        """Returns the sessions that are not finished."""
+        with self._reading() as base:
+            return [str(row[0]) for row in base.execute("SELECT id FROM sessions WHERE finished = 0")]
 
     def add_command(
         self, *, request: str, owner: str, target: str, seq: int | None, kind: str, body: bytes, session: str | None
@@ -232,6 +246,7 @@ class Journal:
 
         Raises:
             AnotherRequest: a request of that name was another one.
+            Forgotten: it was executed so long ago that nothing of it is left.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
         with self.turn() as base:
@@ -248,6 +263,8 @@ class Journal:
                     return False
                 base.execute("UPDATE commands SET status = 'waiting', body = ? WHERE request = ?", (body, request))
                 return True
+            if seq is not None and seq <= self.last_executed(target):
+                raise Forgotten(f"{request} was executed long ago, and its result is not kept any more.")
             if session is not None:
                 base.execute(
                     "INSERT INTO models (id, session, owner, made) VALUES (?, ?, ?, ?)",
@@ -275,10 +292,12 @@ class Journal:
     def last_executed(self, model: str) -> int:
         """Returns the number of the last of a model's commands that was executed; -1 for none."""
         with self._reading() as base:
-            (seq,) = base.execute(
-                "SELECT MAX(seq) FROM commands WHERE target = ? AND status != 'waiting'", (model,)
+            row = base.execute(
+                "SELECT seq FROM commands WHERE target = ? AND seq NOT NULL AND status != 'waiting' "
+                "ORDER BY seq DESC LIMIT 1",
+                (model,),
             ).fetchone()
-        return -1 if seq is None else int(seq)
+        return -1 if row is None else int(row[0])
 
     def _commands(self, where: str, values: Sequence[object]) -> list[Command]:
         columns = "number, request, owner, target, seq, kind, body, status, type, result"
@@ -323,21 +342,47 @@ class Journal:
         with self.turn() as base:
             base.execute("UPDATE commands SET result = NULL WHERE done < ? AND result IS NOT NULL", (before,))
 
+    def prune(self, before: float) -> None:
+        """Forgets what nobody can need any more of what was done before a time, in seconds since 1970: executed
+        commands, but the last one of each model and those whose bodies a restart needs; and samplers of sessions that
+        had ended by then.
+        """
+        old = "done < ? AND status != 'waiting' AND body IS NULL AND target = ?"
+        with self.turn() as base:
+            for target, last in base.execute(
+                "SELECT target, MAX(seq) FROM commands WHERE status != 'waiting' GROUP BY target"
+            ).fetchall():
+                base.execute(f"DELETE FROM commands WHERE {old} AND (seq IS NULL OR seq < ?)", (before, target, last))
+            ended = "(SELECT id FROM sessions WHERE finished > 0 AND finished < ?)"
+            waiting = "(SELECT target FROM commands WHERE status = 'waiting')"
+            base.execute(f"DELETE FROM samplers WHERE session IN {ended} AND id NOT IN {waiting}", (before,))
+        with self._reading() as base:
+            base.executescript("PRAGMA incremental_vacuum;")  # all free pages go back; `execute` would free one
+
     def models(self, state: str) -> list[Model]:
         """Returns the models in a state, in the order in which they were made."""
         with self._reading() as base:
             rows = base.execute(
-                "SELECT id, session, adapter, state FROM models WHERE state = ? ORDER BY rowid", (state,)
+                "SELECT id, session, owner, adapter, state FROM models WHERE state = ? ORDER BY rowid", (state,)
             ).fetchall()
-        return [Model(id=row[0], session=row[1], adapter=row[2], state=row[3]) for row in rows]
+        return [_model(row) for row in rows]
+
+    def models_of_ended(self) -> list[Model]:
+        """Returns the models of finished sessions that are live or yet to be made."""
+        with self._reading() as base:
+            rows = base.execute(
+                "SELECT id, session, owner, adapter, state FROM models WHERE state IN ('new', 'live') AND session IN "
+                "(SELECT id FROM sessions WHERE finished != 0)"
+            ).fetchall()
+        return [_model(row) for row in rows]
 
     def model(self, model: str, owner: str) -> Model | None:
         """Returns a model; None where the owner has none of that name."""
         with self._reading() as base:
             row = base.execute(
-                "SELECT id, session, adapter, state FROM models WHERE id = ? AND owner = ?", (model, owner)
+                "SELECT id, session, owner, adapter, state FROM models WHERE id = ? AND owner = ?", (model, owner)
             ).fetchone()
-        return None if row is None else Model(id=row[0], session=row[1], adapter=row[2], state=row[3])
+        return None if row is None else _model(row)
 
     def model_state(self, model: str) -> str | None:
         """Returns the state of a model; None where there is none of that name."""
@@ -389,6 +434,10 @@ class Journal:
         return row
 
 
+def _model(row: Sequence[Any]) -> Model:
+    return Model(id=row[0], session=row[1], owner=row[2], adapter=row[3], state=row[4])
+
+
 def _open(path: Path) -> sqlite3.Connection:
     """Returns a connection to a journal, which no other process has; a new one where there is none.
 
@@ -399,7 +448,9 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         base = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=2.0)
         base.execute("PRAGMA locking_mode=EXCLUSIVE")
+        base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
         base.execute("PRAGMA journal_mode=WAL")
+        base.execute(f"PRAGMA journal_size_limit={_WAL_BYTES}")
         base.execute("PRAGMA synchronous=FULL")
         (version,) = base.execute("PRAGMA user_version").fetchone()
         if version == 0:

@@ -50,8 +50,11 @@ class ModelCalls:
         self._service.open_session(session, owner)
         model = f"{session}:train:{whole_of(asked, 'model_seq_id', 0, MAX_SEQ)}"
         journal, most = self._service.journal, self._service.limits.models
-        if journal.model(model, owner) is None and journal.count_models(owner) >= most:
-            raise UserError(f"the key has {most} models, as many as it may: unload one with unload_model.")
+        if journal.model(model, owner) is None:
+            if journal.count_models(owner) >= most:
+                raise UserError(f"the key has {most} models, as many as it may: unload one, or finish a session.")
+            if (sentence := self._service.shortage(owner)) is not None:
+                raise UserError(sentence)
         metadata = read_metadata(asked)
         answer = self._service.take(kind, body, owner, model, 0, session=session)
         self._service.catalogue.describe_model(model, metadata)
@@ -120,6 +123,6 @@ class ModelCalls:
         return self._new_model("load_weights", body, asked, owner)
 
     async def _unload(self, request: Request, owner: str) -> Response:
-        body, asked = await self._service.json(request)
+        _, asked = await self._service.json(request)
         model = self._service.model(text_of(asked, "model_id"), owner)
-        return self._service.take("unload_model", body, owner, model.id, None, name=f"{model.id}:unload")
+        return JSONResponse({"request_id": self._service.unload(model.id, owner), "model_id": model.id})

@@ -18,6 +18,7 @@ from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import BackendLost, ServedModel
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.front import Front
+from rankfold.serving.housekeeping import Housekeeping
 from rankfold.serving.journal import Damaged, Journal, NotWritten
 from rankfold.serving.model_process import ModelProcess
 from rankfold.serving.service import Limits, Service
@@ -133,6 +134,7 @@ def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> 
         journal,
         supervised,
         service.folder,
+        shortage=service.shortage,
         finished=front.finished,
         lost=on_lost,
         figures=service.figures,
@@ -141,7 +143,10 @@ def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> 
     dispatcher.restore()
     service.dispatcher = dispatcher
     dispatcher.start()
+    housekeeping = Housekeeping(service)
+    housekeeping.start()
     server.run(sockets=[listening])
+    housekeeping.stop()
     supervised.stop()
     dispatcher.stop()
     return lost[0] if lost else None

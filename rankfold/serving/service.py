@@ -10,6 +10,8 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from rankfold.serving.journal import Journal, Model
 
 MAX_SEQ = 2**31 - 1
 """The largest number that a client gives a model, sampler or request."""
+_LATER = {"retry-after": "5"}
 Handler = Callable[[Request, str], Awaitable[Response]]
 """Answers a request of an owner."""
 
@@ -54,7 +57,10 @@ class Limits:
         body_bytes: of a request.
         body_seconds: in which a body has to arrive.
         models: live ones of a key.
-        waiting: commands that wait to be executed.
+        waiting: commands of a key that wait to be executed.
+        tokens: of a key's commands that wait; see `rankfold.serving.fair_queue.tokens_of`.
+        disk_bytes: of a key's models and saved weights.
+        session_seconds: of silence, after which a session ends.
         poll_seconds: for which a request for a result waits; clients give up after 45.
     """
 
@@ -62,6 +68,9 @@ class Limits:
     body_seconds: float = 60.0
     models: int = 16
     waiting: int = 10_000
+    tokens: int = 64 << 20
+    disk_bytes: float = math.inf
+    session_seconds: float = 86400.0
     poll_seconds: float = 30.0
 
 
@@ -94,6 +103,8 @@ class Service:
         self.catalogue = Catalogue(journal, folder)
         self.dispatcher: Dispatcher | None = None
         self.figures = Figures()
+        self.heard: dict[str, float] = {}
+        """When clients were heard in each session, in seconds of the monotonic clock."""
         self._keys = [key.encode() for key in keys]
 
     def owner(self, key: str) -> str:
@@ -136,6 +147,30 @@ class Service:
             raise HTTPException(404, f"there is no session {session[:64]!r}: create one.")
         if state == "finished":
             raise HTTPException(410, f"session {session} is finished: create another one.")
+        self.heard[session] = time.monotonic()
+
+    def end_sessions(self, endings: Mapping[str, str]) -> None:
+        """Ends sessions: their models are unloaded, after the commands that wait for them; what they saved stays.
+
+        Args:
+            endings: session -> why it ends, as JSON.
+        """
+        for session, ending in endings.items():
+            self.journal.finish_session(session, ending)
+            self.heard.pop(session, None)
+        for model in self.journal.models_of_ended():
+            self.unload(model.id, model.owner)
+
+    def unload(self, model: str, owner: str) -> str:
+        """Has a model unloaded, after the commands that wait for it; returns the name of the promise."""
+        assert self.dispatcher is not None
+        promise = f"{model}:unload"
+        body = json.dumps({"model_id": model}).encode()
+        if self.journal.add_command(
+            request=promise, owner=owner, target=model, seq=None, kind="unload_model", body=body, session=None
+        ):
+            self.dispatcher.add(promise)
+        return promise
 
     def model(self, model: str, owner: str) -> Model:
         found = self.journal.model(model, owner)
@@ -172,8 +207,9 @@ class Service:
     ) -> Response:  # fmt: skip
         """Writes a command down, once, and answers with the promise of its result."""
         assert self.dispatcher is not None
-        if self.dispatcher.num_waiting >= self.limits.waiting:
-            raise HTTPException(429, f"{self.limits.waiting} commands wait already: ask again later.")
+        self.heard[target.partition(":")[0]] = time.monotonic()
+        if seq is None or not self.dispatcher.is_next(target, seq):  # what a model waits for is not kept waiting
+            self._check_queue(kind, owner)
         promise = name or f"{target}:{seq}"
         new = self.journal.add_command(
             request=promise, owner=owner, target=target, seq=seq, kind=kind, body=body, session=session
@@ -181,3 +217,24 @@ class Service:
         if new:
             self.dispatcher.add(promise)
         return JSONResponse({"request_id": promise, **(more or {"model_id": target})})
+
+    def _check_queue(self, kind: str, owner: str) -> None:
+        """Checks that a key has room in the queue. To send the request again later helps, which the SDK does."""
+        assert self.dispatcher is not None
+        waiting, tokens = self.dispatcher.load(owner)
+        if waiting >= self.limits.waiting:
+            raise HTTPException(429, f"{waiting} commands of the key wait already: ask again later.", _LATER)
+        if kind in ("forward_backward", "asample") and tokens >= self.limits.tokens:
+            raise HTTPException(429, f"commands of {tokens} tokens of the key wait already: ask again later.", _LATER)
+
+    def shortage(self, owner: str) -> str | None:
+        """Returns a sentence where a key has as much on the disk as it may; None where it has less."""
+        if self.limits.disk_bytes == math.inf:
+            return None
+        used = self.catalogue.used_bytes(owner)
+        if used < self.limits.disk_bytes:
+            return None
+        return (
+            f"the key has {used} bytes on the disk, and may have {self.limits.disk_bytes:.0f}: delete saved weights, "
+            "or unload models."
+        )

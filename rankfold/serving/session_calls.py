@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,6 @@ from starlette.responses import JSONResponse, Response
 
 from rankfold.serving.commands import read_metadata, text_of
 from rankfold.serving.service import Call, Service
-
-_A_DAY = 86400.0
 
 
 class SessionCalls:
@@ -48,8 +45,6 @@ class SessionCalls:
         _, asked = await self._service.json(request)
         labels = {name: _label(asked, field) for name, field in (("title", "display_name"), ("project", "project_id"))}
         metadata = read_metadata(asked)
-        self._service.journal.forget_results(time.time() - _A_DAY)
-        self._service.catalogue.delete_expired()
         session = secrets.token_hex(8)
         self._service.journal.add_session(session, owner, **labels, metadata=metadata)
         return JSONResponse({"type": "create_session", "session_id": session})
@@ -65,7 +60,7 @@ class SessionCalls:
             raise HTTPException(404, f"there is no session {session[:64]!r}.")
         _, said = await self._service.json(request)
         ending = json.dumps({name: said.get(name) for name in ("reason", "detail")})
-        self._service.journal.finish_session(session, ending)
+        self._service.end_sessions({session: ending})
         return JSONResponse({})
 
     async def _capabilities(self, request: Request, owner: str) -> Response:

@@ -23,6 +23,7 @@ from tests.serving.asgi import KEY, OTHER_KEY, Answer, ask
 
 pytest.importorskip("starlette")
 from rankfold.serving.front import Front
+from rankfold.serving.housekeeping import Housekeeping
 from rankfold.serving.service import Limits, Service
 
 ADAPTER = Adapter(rank=4, seed=1, train_unembed=True, train_mlp=True, train_attn=True)
@@ -109,11 +110,13 @@ class Served:
             self.journal,
             self.supervised,
             self.folder,
+            shortage=service.shortage,
             finished=front.finished,
             lost=self.lost.append,
             figures=service.figures,
         )
         service.dispatcher = self.dispatcher
+        self.service, self.housekeeping = service, Housekeeping(service)
 
     def start(self) -> None:
         self.dispatcher.restore()

@@ -20,7 +20,8 @@ from rankfold.serving.journal import Damaged, Journal, NotWritten
 from tests.serving.bodies import adam, forward_backward, sample
 
 pytest.importorskip("starlette")
-from tests.serving.test_front import ADAPTER, Served, StandIn, data, served
+from tests.serving.stand_in import ADAPTER, Served, StandIn, served
+from tests.serving.test_front import data
 
 
 class Mortal(StandIn):

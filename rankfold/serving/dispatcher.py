@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from engine.telemetry.output import say
 from rankfold.serving.commands import read_path
 from rankfold.serving.exchange import Backend, BackendLost, Outcome, Task, failure
 from rankfold.serving.fair_queue import FairQueue, Waiting, tokens_of
@@ -131,7 +132,8 @@ class Dispatcher:
             return self._next.get(model, self._journal.last_executed(model) + 1) == seq
 
     def between(self, work: Callable[[], None]) -> None:
-        """Has the thread do something while no command is being executed."""
+        """Has the thread do something while no command is being executed. Where the disk does not let it, that is said,
+        and nothing else."""
         with self._changed:
             self._between.append(work)
             self._changed.notify()
@@ -187,7 +189,10 @@ class Dispatcher:
                 self._changed.wait()
             work, self._between = self._between, []
         for one in work:
-            one()
+            try:
+                one()
+            except (NotWritten, OSError) as problem:
+                say(f"something that is done by the clock waits for another time: {problem}")
         return None if self._ends else group
 
     def _execute(self, group: Sequence[Waiting]) -> None:

@@ -95,7 +95,8 @@ class ModelCalls:
         """Refuses what no execution would take, and makes way for a name whose weights have expired."""
         read_expiry(asked)
         read_metadata(asked)
-        self._service.catalogue.delete_expired()
+        assert self._service.dispatcher is not None
+        self._service.dispatcher.between(self._service.catalogue.delete_expired)
 
     async def _save_for_sampler(self, request: Request, owner: str) -> Response:
         body, asked = await self._service.json(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -149,3 +150,12 @@ def served(folder: Path, use: Callable[[Served], Coroutine[Any, Any, None]], **l
         asyncio.run(use(made))
     finally:
         made.close()
+
+
+def between(server: Served) -> None:
+    """Waits until the queue has done what housekeeping gave it."""
+    done: list[None] = []
+    server.dispatcher.between(lambda: done.append(None))
+    ends = time.monotonic() + 10
+    while not done and time.monotonic() < ends:
+        time.sleep(0.001)

@@ -13,7 +13,7 @@ import pytest
 from tests.serving.asgi import KEY, OTHER_KEY
 
 pytest.importorskip("starlette")
-from tests.serving.stand_in import Served, served
+from tests.serving.stand_in import Served, between, served
 
 
 async def trained(server: Served, **more: Any) -> str:
@@ -172,7 +172,8 @@ def test_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, "time", lambda: now + 7300)
         assert (await server.ask("weights_info", {"tinker_path": path})).status == 404
         assert (await server.ask("checkpoints")).json["checkpoints"] == [] and file.exists()
-        await server.session()
+        server.housekeeping.round()
+        between(server)
         assert not file.exists()
 
     served(tmp_path, use)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from rankfold.serving.journal import Journal
 from tests.serving.asgi import OTHER_KEY
 from tests.serving.bodies import adam, forward_backward, random_datum, sample
-from tests.serving.stand_in import Served, served
+from tests.serving.stand_in import Served, between, served
 
 pytest.importorskip("starlette")
 from rankfold.serving.housekeeping import KEPT
@@ -23,15 +22,6 @@ SAVED: dict[str, Any] = {"path": "one", "ttl_seconds": 3600}
 
 def body(model: str, seq: int) -> bytes:
     return forward_backward(model, seq, [random_datum(8, seq, 90)])
-
-
-def between(server: Served) -> None:
-    """Waits until the queue has done what housekeeping gave it."""
-    done: list[None] = []
-    server.dispatcher.between(lambda: done.append(None))
-    ends = time.monotonic() + 10
-    while not done and time.monotonic() < ends:
-        time.sleep(0.001)
 
 
 async def made(server: Served, session: str, number: int = 0, **more: Any) -> str:

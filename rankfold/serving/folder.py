@@ -5,6 +5,7 @@
     models/MODEL.safetensors                    each live model as of its last optimizer step
     weights/MODEL/NAME.safetensors              what save_weights saved
     sampler_weights/MODEL/NAME.safetensors      what save_weights_for_sampler saved
+    losses/LOSS.json                            what create_custom_loss sent
 
 A colon in a model's name is an underscore in that of a file.
 """
@@ -70,6 +71,10 @@ class ServerFolder:
             return self.model(model).stat().st_size
         except OSError:
             return 0
+
+    def loss(self, loss: str) -> Path:
+        """Returns the file of a loss that a client has traced."""
+        return self.root / "losses" / f"{_file_name(loss)}.json"
 
     def unnamed(self, model: str, seq: int) -> Saved:
         """Returns the path of weights that a client saves for a sampler without a name."""

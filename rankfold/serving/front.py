@@ -14,6 +14,7 @@ from engine.errors import UserError
 from rankfold.serving.checkpoint_calls import CheckpointCalls
 from rankfold.serving.future_calls import FutureCalls
 from rankfold.serving.journal import AnotherRequest, Damaged, Forgotten, NotWritten
+from rankfold.serving.loss_calls import LossCalls
 from rankfold.serving.model_calls import ModelCalls
 from rankfold.serving.run_calls import RunCalls
 from rankfold.serving.sampler_calls import SamplerCalls
@@ -38,7 +39,7 @@ class Front:
     def app(self) -> Starlette:
         """Returns the application."""
         service = self._service
-        kinds = (SessionCalls, RunCalls, ModelCalls, CheckpointCalls, SamplerCalls)
+        kinds = (SessionCalls, RunCalls, ModelCalls, LossCalls, CheckpointCalls, SamplerCalls)
         calls = [call for part in (*(kind(service) for kind in kinds), self._futures) for call in part.calls()]
         routes = [Route(f"{_ROOT}/{path}", self._guarded(handler), methods=[method]) for method, path, handler in calls]
         routes.append(Route(f"{_ROOT}/healthz", _healthy, methods=["GET"]))

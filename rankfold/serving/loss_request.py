@@ -16,6 +16,8 @@ from rankfold.serving.tensors import read_array, read_tensor
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Names of the losses that are computed here."""
+CUSTOM = "custom"
+"""The name of a loss that the client has traced; loss_id says which."""
 _INPUTS = (
     "weights",
     "logprobs",
@@ -33,7 +35,7 @@ _NUMBERS = {
     "gspo": ("clip_low_threshold", "clip_high_threshold"),
     "dro": ("beta",),
 }
-_SEVERAL = ("cross_entropy",)
+_SEVERAL = ("cross_entropy", CUSTOM)
 """Losses that take several targets of a token."""
 _ALL_CELLS = 1 << 24
 """Elements of the targets of a request, at most."""
@@ -46,22 +48,33 @@ class Datum:
     Args:
         tokens: int64 [T].
         targets: int64 [T] or [T, K], the tokens that each position is to predict.
-        inputs: float32 of the shape of `targets` each, by name.
+        inputs: float32 of the shape of `targets` each, by name; of a traced loss float32 or int64 of any shape.
     """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
-    inputs: Mapping[str, NDArray[np.float32]]
+    inputs: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackward:
-    """A request for gradients, or for log-probabilities alone."""
+    """A request for gradients, or for log-probabilities alone.
+
+    Args:
+        loss: its name.
+        numbers: of loss_fn_config.
+        forward_only: whether no gradient is wanted.
+        data: at least one.
+        loss_id: of a traced loss; "" for others.
+        program: that computes a traced loss, once it is known.
+    """
 
     loss: str
     numbers: Mapping[str, float]
     forward_only: bool
     data: tuple[Datum, ...]
+    loss_id: str = ""
+    program: Any = None
 
 
 def head_of(body: bytes) -> tuple[str, int]:
@@ -99,17 +112,23 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
     """
     message = _message(body)
     loss = message.get("loss_fn", "")
-    if loss not in LOSSES:
+    if loss not in (*LOSSES, CUSTOM):
         advice = "set loss_fn to importance_sampling, ppo or cispo" if loss == "stable_reinforce" else "choose one"
         raise UserError(f"loss_fn is {loss[:40]!r}, but it must be one of {', '.join(LOSSES)} here: {advice}.")
-    numbers = dict(message.get("loss_fn_config", {}))
+    numbers, texts = dict(message.get("loss_fn_config", {})), dict[str, str]()
     for name, value in message.get("loss_fn_config_v2", {}).items():
-        if "number" not in value:
-            raise UserError(f"loss_fn_config has a text for {name[:40]}, but {loss} takes numbers alone.")
-        numbers[name] = value["number"]
+        if "number" in value:
+            numbers[name] = value["number"]
+        else:
+            texts[name] = value.get("text", "")
+    traced = texts.pop("loss_id", "") if loss == CUSTOM else ""
+    if loss == CUSTOM and not traced:
+        raise UserError("loss_fn is custom, but loss_fn_config has no loss_id: send that of create_custom_loss.")
+    if texts:
+        raise UserError(f"loss_fn_config has a text for {min(texts)[:40]}, but {loss} takes numbers alone: remove it.")
     for name, number in numbers.items():
-        if name not in _NUMBERS[loss] or not 0 <= number < math.inf:
-            known = ", ".join(_NUMBERS[loss]) or "nothing"
+        if name not in _NUMBERS.get(loss, ()) or not 0 <= number < math.inf:
+            known = ", ".join(_NUMBERS.get(loss, ())) or "nothing"
             raise UserError(
                 f"loss_fn_config has {name[:40]} = {number:g}, but {loss} takes {known}, of 0 or more: leave it out."
             )
@@ -132,7 +151,11 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
                 f"datum {number} has other loss_fn_inputs than datum 0: send the same ones in all data of a request."
             )
     return ForwardBackward(
-        loss=loss, numbers=numbers, forward_only=bool(message.get("forward_only", False)), data=tuple(read)
+        loss=loss,
+        numbers=numbers,
+        forward_only=bool(message.get("forward_only", False)),
+        data=tuple(read),
+        loss_id=traced,
     )
 
 
@@ -158,6 +181,13 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
                 f"datum {number} has token {ids.max() if ids.min() >= 0 else ids.min()} in {what}, but the model has "
                 f"{vocab_size} tokens, counted from 0."
             )
+    if loss == CUSTOM:
+        own = {
+            name: read_tensor(f"{name[:64]} of datum {number}", one)
+            for name, one in tensors.items()
+            if name != "target_tokens"
+        }
+        return Datum(tokens=tokens, targets=targets, inputs=own)
     inputs = {
         name: _input(number, name, tensors[name], targets.shape).astype(np.float32)
         for name in _INPUTS

@@ -11,6 +11,7 @@ r = exp(l - o), low and high the limits of r, 0.8 and 1.2 unless the client give
     gspo                 as ppo, with s in place of r: s = exp(mean (l - o)) over the tokens of the datum that
                          sequence_ratio_mask marks, all where there is none; each of the datum's tokens has a term
                          (arXiv 2507.18071)
+    custom               the sum of a function of each datum that the client has traced (`loss_program.py`)
 
 Where a token has several targets, l and w have a column for each, and sums are over all of them.
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from engine.batch import Batch, BatchPart
 from engine.distributed.mesh import Axis
 from engine.objectives.language_modeling import LanguageModeling
+from rankfold.serving.loss_program import LossProgram, gradient_of
 from rankfold.serving.whole_rows import whole_row
 
 _LOW, _HIGH, _BETA = 0.8, 1.2, 0.05
@@ -45,6 +47,7 @@ class TokenInputs(BatchPart):
         lengths: tokens of each datum, which lie one after the other.
         weights_T, logprobs_T, advantages_T, low_T, high_T, mask_T: float32 [T] or [T, K]; None where the client sent
             none.
+        traced: the program of a loss that the client has traced, and its inputs of each datum; None for other losses.
     """
 
     for_loss_alone: ClassVar[bool] = True
@@ -58,15 +61,37 @@ class TokenInputs(BatchPart):
     low_T: Tensor | None = None
     high_T: Tensor | None = None
     mask_T: Tensor | None = None
+    traced: Traced | None = None
 
 
-def loss_sum(logps_T: Tensor, inputs: TokenInputs) -> Tensor:
-    """Returns the 0-dim fp32 loss of a micro-batch; see the module.
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A loss that the client has traced, and its inputs.
+
+    Args:
+        program: checked on each datum.
+        inputs: of each datum, on the host.
+    """
+
+    program: LossProgram
+    inputs: tuple[tuple[Tensor, ...], ...]
+
+
+def loss_and_metrics(logps_T: Tensor, inputs: TokenInputs) -> tuple[Tensor, Tensor]:
+    """Returns the 0-dim fp32 loss of a micro-batch, see the module; and fp64 [metrics], the sums of the metrics of a
+    loss that the client has traced.
 
     Args:
         logps_T: fp32 [T] or [T, K] log-probabilities of the targets.
         inputs: of the micro-batch.
     """
+    if inputs.traced is not None:
+        return gradient_of(inputs.traced.program, logps_T, inputs.lengths, inputs.traced.inputs)
+    return loss_sum(logps_T, inputs), logps_T.new_zeros(0, dtype=torch.float64)
+
+
+def loss_sum(logps_T: Tensor, inputs: TokenInputs) -> Tensor:
+    """Returns the loss of `loss_and_metrics`, of those that are not traced."""
     if inputs.loss == "cross_entropy":
         return -(logps_T if inputs.weights_T is None else logps_T * inputs.weights_T).sum()
     assert inputs.logprobs_T is not None and inputs.advantages_T is not None
@@ -111,10 +136,17 @@ class ClientLoss(LanguageModeling):
     Args:
         context: the ranks that share a row.
         logps: the log-probabilities of the micro-batches that went through it, by their place in the request.
+        metric_sums: fp64 sums of their metrics.
     """
 
     context: Axis = field(default_factory=lambda: Axis("cp"))
     logps: dict[int, Tensor] = field(default_factory=dict)
+    metric_sums: dict[int, Tensor] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Forgets the micro-batches of earlier requests."""
+        self.logps.clear()
+        self.metric_sums.clear()
 
     def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """Returns the 0-dim fp32 loss that the micro-batch brings; of ranks that share a row, the first alone has a
@@ -123,5 +155,5 @@ class ClientLoss(LanguageModeling):
         assert inputs is not None
         logps = -whole_row(token_losses_T, sum(inputs.lengths), self.context)
         self.logps[inputs.place] = logps.detach()
-        loss = loss_sum(logps, inputs)
+        loss, self.metric_sums[inputs.place] = loss_and_metrics(logps, inputs)
         return loss if self.context.rank == 0 else loss - loss.detach()

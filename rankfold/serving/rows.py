@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.batch import IGNORE_LABEL, Batch, Padding
 from engine.models.head_figures import SeveralLabels
 from rankfold.serving.loss_request import Datum, ForwardBackward
-from rankfold.serving.losses import TokenInputs
+from rankfold.serving.losses import TokenInputs, Traced
 
 _PARTS = {
     "weights": "weights_T", "logprobs": "logprobs_T", "advantages": "advantages_T", "clip_low_threshold": "low_T",
@@ -91,6 +91,18 @@ def _groups(data: Sequence[Datum], tokens: int) -> Iterator[list[Datum]]:
 def _batch(request: ForwardBackward, place: int, group: Sequence[Datum], multiple: int) -> Batch:
     lengths = tuple(len(datum.tokens) for datum in group)
     found = documents_row([datum.tokens for datum in group], [datum.targets for datum in group], multiple)
+    if request.program is not None:
+        names = [*request.program.graph.inputs][1:]
+        traced = tuple(tuple(torch.from_numpy(datum.inputs[name]) for name in names) for datum in group)
+        return found.with_parts(
+            TokenInputs(
+                loss=request.loss,
+                numbers=request.numbers,
+                place=place,
+                lengths=lengths,
+                traced=Traced(request.program, traced),
+            )
+        )
     inputs = {
         _PARTS[name]: torch.from_numpy(np.concatenate([datum.inputs[name] for datum in group]))
         for name in group[0].inputs

@@ -39,7 +39,13 @@ class SessionCalls:
     async def _client_config(self, request: Request, owner: str) -> Response:
         await self._service.json(request)
         # one chunk after another and results one by one: what is left out has the client's default
-        return JSONResponse({"parallel_fwdbwd_chunks": True, "sample_max_concurrent_requests": 256})
+        return JSONResponse(
+            {
+                "parallel_fwdbwd_chunks": True,
+                "sample_max_concurrent_requests": 256,
+                "custom_loss_server_side": True,
+            }
+        )
 
     async def _create_session(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)

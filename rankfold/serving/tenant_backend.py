@@ -42,7 +42,7 @@ from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, SavedWeights,
 from rankfold.serving.figures import Usage
 from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
-from rankfold.serving.losses import TokenInputs, loss_sum
+from rankfold.serving.losses import TokenInputs, loss_and_metrics
 from rankfold.serving.protobuf import encode
 from rankfold.serving.ranks import Ranks
 from rankfold.serving.residents import Residents
@@ -51,6 +51,7 @@ from rankfold.serving.sample_request import Sample, read_sample
 from rankfold.serving.sampling import Sampler
 from rankfold.serving.scores import Scores
 from rankfold.serving.spread import Spread
+from rankfold.serving.traced_losses import TracedLosses, metrics_of
 
 ALPHA = 32.0
 """Numerator of the scale of every adapter, as the protocol's service has it."""
@@ -79,6 +80,7 @@ class TenantBackend:
         self._residents = Residents(self._tenants, self._config, folder, self.ranks, limit=limit)
         self._spread = Spread(self._tenants.base, options.parallel, self.ranks, options.tokens)
         self._sampler = Sampler(options.path, self.ranks, slots=options.slots, context=self.context)
+        self._traced = TracedLosses(folder, self.ranks)
         self._scores = Scores(self._spread, self.ranks)
 
     def open_tokenizer(self) -> None:
@@ -108,6 +110,7 @@ class TenantBackend:
             "save_weights_for_sampler": self._save,
             "load_weights": self._load,
             "unload_model": self._unload,
+            "create_custom_loss": self._traced.create,
         }
         if tasks[0].kind == "forward_backward":
             of_model = {task.target: task for task in tasks}
@@ -187,6 +190,7 @@ class TenantBackend:
         for task in tasks:
             try:
                 request = read_forward_backward(task.body, vocab_size=self._decoder.vocab_size, limit=self.context)
+                request = self._traced.bound(task.target, request)
                 self._residents.wake(task.target, keep=[one.target for one in tasks])
             except UserError as error:
                 outcomes[task.request] = failure(task.request, str(error))
@@ -199,14 +203,17 @@ class TenantBackend:
             batches = {}
             for task, request in training:
                 batches[residents.number(task.target)] = self._spread.own(self._spread.micro_batches(request))
-                residents.loss(task.target).logps.clear()
+                residents.loss(task.target).begin()
                 residents.has_gradient(task.target, True)
             # losses are sums over tokens, so that nothing is divided by how many there are
             losses = self._tenants.gradients(batches, dict.fromkeys(batches, 1.0))
             known = self._spread.gathered({task.target: residents.loss(task.target).logps for task, _ in training})
+            traced = {task.target: residents.loss(task.target).metric_sums for task, one in training if one.program}
+            sums = self._spread.gathered(traced) if traced else {}
             for task, request in training:
-                loss = float(losses[residents.number(task.target)])
-                outcomes[task.request] = self._answer(task, request, known[task.target], loss, keeps=True)
+                loss, own = float(losses[residents.number(task.target)]), sums.get(task.target)
+                metrics = metrics_of(request, torch.stack(own).sum(0) if own else None)
+                outcomes[task.request] = self._answer(task, request, known[task.target], loss, metrics, keeps=True)
         return [outcomes[task.request] for task in tasks]
 
     def _forward(self, task: Task, request: ForwardBackward) -> Outcome:
@@ -215,14 +222,25 @@ class TenantBackend:
         parts = self._spread.gathered({"": found})[""]
         given = [batch.part(TokenInputs) for own in batches for batch in own]
         inputs = [one for one in given if one is not None and one.place != FILLER]
-        loss = sum(float(loss_sum(logps, own)) for logps, own in zip(parts, inputs, strict=False))
-        return self._answer(task, request, parts, loss)
+        figures = [loss_and_metrics(logps, own) for logps, own in zip(parts, inputs, strict=False)]
+        loss = sum(float(one) for one, _ in figures)
+        metrics = metrics_of(request, torch.stack([one for _, one in figures]).sum(0) if figures else None)
+        return self._answer(task, request, parts, loss, metrics)
 
     def _answer(
-        self, task: Task, request: ForwardBackward, logps: Sequence[Tensor], loss: float, *, keeps: bool = False
+        self,
+        task: Task,
+        request: ForwardBackward,
+        logps: Sequence[Tensor],
+        loss: float,
+        metrics: Mapping[str, float],
+        *,
+        keeps: bool = False,
     ) -> Outcome:
         """Returns the outcome of a task, whose answer rank 0 alone has."""
-        body = forward_backward_answer(request, logps, {"loss:sum": loss}) if self.ranks.is_first else b""
+        body = b""
+        if self.ranks.is_first:
+            body = forward_backward_answer(request, logps, {"loss:sum": loss, **metrics})
         tokens = sum(len(datum.tokens) for datum in request.data)
         return Outcome(request=task.request, good=True, type=PROTOBUF, body=body, keeps=keeps, tokens=tokens)
 
@@ -365,10 +383,14 @@ def _quarter(launch: Launch) -> float:
     return total_memory_bytes() / 4
 
 
+_COPIES = ("save_weights", "save_weights_for_sampler", "create_custom_loss")
+"""Commands that change files alone."""
+
+
 def _refused(task: Task, execute: Callable[[Task], Outcome]) -> Outcome:
     try:
         return execute(task)
     except UserError as error:
-        if isinstance(error, FileError) and task.kind not in ("save_weights", "save_weights_for_sampler"):
+        if isinstance(error, FileError) and task.kind not in _COPIES:
             raise  # memory is ahead of the disk, on which the model is as it was acknowledged
         return failure(task.request, str(error), "server" if isinstance(error, FileError) else "user")

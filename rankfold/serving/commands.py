@@ -141,9 +141,10 @@ def check_optimizer(request: Mapping[str, Any]) -> None:
     """
     optimizer = request.get("optimizer_config") or {}
     if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") != "adamw":
+        given = optimizer.get("type") if isinstance(optimizer, dict) else optimizer
         raise UserError(
-            f"optimizer_config has type {shown(dict(optimizer).get('type'))}, but models are trained with adamw here: "
-            "leave optimizer_config out."
+            f"optimizer_config has type {shown(given)}, but models are trained with adamw here: leave optimizer_config "
+            "out."
         )
 
 

@@ -44,7 +44,15 @@ class Front:
         routes = [Route(f"{_ROOT}/{path}", self._guarded(handler), methods=[method]) for method, path, handler in calls]
         routes.append(Route(f"{_ROOT}/healthz", _healthy, methods=["GET"]))
         routes += self._watching.routes()
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refusal})
+        app = Starlette(
+            routes=routes, exception_handlers={HTTPException: _refusal, NotWritten: _no_room, Damaged: _damage}
+        )
+        app.router.redirect_slashes = False  # to whichever host the request names
+        return app
+
+    def release(self) -> None:
+        """Answers the clients that wait for results, as the server ends."""
+        self._futures.release()
 
     def finished(self, request: str) -> None:
         """Wakes the clients that wait for a result; called in any thread."""
@@ -52,7 +60,7 @@ class Front:
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            owner = self._service.owner(request.headers.get("x-api-key", ""))
+            owner = request.state.owner = self._service.owner(request.headers.get("x-api-key", ""))
             try:
                 return await handler(request, owner)
             except AnotherRequest as error:
@@ -61,10 +69,6 @@ class Front:
                 raise HTTPException(410, str(error)) from None
             except UserError as error:
                 raise HTTPException(400, str(error)) from None
-            except NotWritten as error:
-                raise HTTPException(507, str(error)) from None
-            except Damaged as error:
-                raise HTTPException(503, str(error)) from None
 
         return guarded
 
@@ -75,4 +79,15 @@ async def _healthy(request: Request) -> Response:
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+    headers = dict(error.headers or {})
+    if request.headers.get("content-length", "0") not in ("0", "") or "transfer-encoding" in request.headers:
+        headers["connection"] = "close"  # what is left of the body is not read
+    return JSONResponse({"detail": error.detail}, error.status_code, headers)
+
+
+async def _no_room(request: Request, error: Exception) -> Response:
+    return await _refusal(request, HTTPException(507, str(error)))
+
+
+async def _damage(request: Request, error: Exception) -> Response:
+    return await _refusal(request, HTTPException(503, str(error)))

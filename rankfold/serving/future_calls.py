@@ -24,6 +24,7 @@ class FutureCalls:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._polls: dict[str, asyncio.Event] = {}
+        self._ends = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def calls(self) -> list[Call]:
@@ -39,6 +40,12 @@ class FutureCalls:
             with suppress(RuntimeError):  # the loop has ended, and with it all who wait
                 self._loop.call_soon_threadsafe(self._wake, request)
 
+    def release(self) -> None:
+        """Answers all clients that wait, and those that come."""
+        self._ends = True
+        for event in self._polls.values():
+            event.set()
+
     def _wake(self, request: str) -> None:
         if (event := self._polls.pop(request, None)) is not None:
             event.set()
@@ -52,7 +59,7 @@ class FutureCalls:
         if command is not None and command.status == "waiting":
             event = self._polls.setdefault(name, asyncio.Event())
             command = journal.command(name, owner)  # again: it may have been executed before the event was there
-            if command is not None and command.status == "waiting":
+            if command is not None and command.status == "waiting" and not self._ends:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), self._service.limits.poll_seconds)
                 command = journal.command(name, owner)

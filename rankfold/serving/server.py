@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import uvicorn
 
 from engine.errors import UserError
 from rankfold.serving.attempts import Attempts
+from rankfold.serving.connections import Connections
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import BackendLost, ServedModel
 from rankfold.serving.folder import ServerFolder
@@ -26,12 +29,33 @@ from rankfold.serving.supervised import Supervised
 
 _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
+_ENDING_SECONDS = 3.0
+"""For requests that are being answered as the server ends."""
 _AGAIN = "start the server again, which goes on from there"
 _WATCH_KEY = "watch-"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but a signal that ends it is not sent to the process again afterwards: there is more to end."""
+    """uvicorn's, but a signal that ends it is not sent to the process again afterwards: there is more to end.
+
+    Args:
+        front: answers.
+    """
+
+    def __init__(self, front: Front) -> None:
+        super().__init__(
+            uvicorn.Config(
+                front.app(),
+                http="h11",  # it bounds the head of a request
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                server_header=False,
+                timeout_keep_alive=75,  # clients keep connections for a minute
+            )
+        )
+        self._front = front
+        self._connections = Connections()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -41,6 +65,23 @@ class _Server(uvicorn.Server):
         finally:
             for one, handler in before.items():
                 signal.signal(one, handler)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks at the connections once a second; uvicorn calls it ten times as often."""
+        if counter % 10 == 0:
+            self._connections.look(self.server_state.connections, time.monotonic())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers those who wait for results, and leaves those who are sending and reading a while."""
+        self._front.release()
+        ending = asyncio.get_running_loop().call_later(_ENDING_SECONDS, self._abort)
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    def _abort(self) -> None:
+        for one in list(self.server_state.connections):
+            one.transport.abort()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +161,7 @@ def serve(backend: ModelProcess, service: Service, listening: socket.socket) -> 
     """
     lost: list[str] = []
     front = Front(service)
-    # clients keep connections for a minute
-    server = _Server(uvicorn.Config(front.app(), log_level="warning", timeout_keep_alive=75))
+    server = _Server(front)
 
     def on_lost(sentence: str) -> None:
         lost.append(sentence)

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
+from rankfold.serving.byte_room import ByteRoom
 from rankfold.serving.catalogue import Catalogue, Checkpoint
 from rankfold.serving.commands import read_json
 from rankfold.serving.dispatcher import Dispatcher
@@ -54,7 +55,8 @@ class Limits:
     """Limits on what clients send.
 
     Args:
-        body_bytes: of a request.
+        body_bytes, json_bytes: of a request, and of one in JSON, which takes thirty times as much in memory.
+        arriving_bytes: of a key's bodies that arrive at a time; more of them wait.
         body_seconds: in which a body has to arrive.
         models: live ones of a key.
         waiting: commands of a key that wait to be executed.
@@ -65,6 +67,8 @@ class Limits:
     """
 
     body_bytes: int = 32 << 20
+    json_bytes: int = 8 << 20
+    arriving_bytes: int = 128 << 20
     body_seconds: float = 60.0
     models: int = 16
     waiting: int = 10_000
@@ -103,6 +107,7 @@ class Service:
         self.catalogue = Catalogue(journal, folder)
         self.dispatcher: Dispatcher | None = None
         self.figures = Figures()
+        self._room = ByteRoom(limits.arriving_bytes)
         self.heard: dict[str, float] = {}
         """When clients were heard in each session, in seconds of the monotonic clock."""
         self._keys = [key.encode() for key in keys]
@@ -117,16 +122,30 @@ class Service:
         self.figures.seen(owner)
         return owner
 
-    async def body(self, request: Request) -> bytes:
+    async def body(self, request: Request, most: int | None = None) -> bytes:
+        """Returns the body of a request.
+
+        Args:
+            most: bytes that it may have; None for those of the limits.
+
+        Raises:
+            HTTPException: it is compressed, too large, too slow, or does not come.
+        """
+        most = min(most or self.limits.body_bytes, self.limits.body_bytes)
+        refusal = HTTPException(413, f"the body has more than {most} bytes.")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HTTPException(415, "the body is compressed, but bodies are read as they are: send it uncompressed.")
+        length = request.headers.get("content-length", "")
+        size = int(length) if length.isdecimal() and len(length) < 20 else most
+        if size > most:
+            raise refusal
         body = bytearray()
         try:
-            async with asyncio.timeout(self.limits.body_seconds):
+            async with asyncio.timeout(self.limits.body_seconds), self._room.taken(request.state.owner, size):
                 async for part in request.stream():
+                    if len(body) + len(part) > most:
+                        raise refusal
                     body += part
-                    if len(body) > self.limits.body_bytes:
-                        raise HTTPException(413, f"the body has more than {self.limits.body_bytes} bytes.")
         except TimeoutError:
             raise HTTPException(408, f"the body took more than {self.limits.body_seconds:g} s to arrive.") from None
         except ClientDisconnect:
@@ -134,7 +153,7 @@ class Service:
         return bytes(body)
 
     async def json(self, request: Request) -> tuple[bytes, dict[str, Any]]:
-        body = await self.body(request)
+        body = await self.body(request, self.limits.json_bytes)
         return body, read_json(body)
 
     def check_base(self, name: object) -> None:

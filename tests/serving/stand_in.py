@@ -93,7 +93,7 @@ class Served:
         self.folder = ServerFolder(folder)
         self.journal = Journal(self.folder.journal)
         self.backend = StandIn(self.folder)
-        service = Service(
+        service = self.service = Service(
             names=["tiny", "/models/tiny"],
             context=64,
             keys=[KEY, OTHER_KEY],

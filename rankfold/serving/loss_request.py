@@ -139,7 +139,7 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
     cells = 0
     for number, one in enumerate(data):
         read.append(_datum(number, one, loss, vocab_size, limit))
-        cells += read[-1].targets.size
+        cells += read[-1].targets.size + sum(one.size for one in read[-1].inputs.values() if loss == CUSTOM)
         if cells > _ALL_CELLS:  # before the next: a sparse tensor says in few bytes that it is large
             raise UserError(
                 f"the request has more than {_ALL_CELLS} targets, as many as are read at a time: send its data in "
@@ -182,11 +182,16 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
                 f"{vocab_size} tokens, counted from 0."
             )
     if loss == CUSTOM:
-        own = {
-            name: read_tensor(f"{name[:64]} of datum {number}", one)
-            for name, one in tensors.items()
-            if name != "target_tokens"
-        }
+        own: dict[str, NDArray[Any]] = {}
+        for name, one in tensors.items():
+            if name == "target_tokens":
+                continue
+            own[name] = read_tensor(f"{name[:64]} of datum {number}", one)
+            if sum(values.size for values in own.values()) > _ALL_CELLS:
+                raise UserError(
+                    f"datum {number} has more than {_ALL_CELLS} numbers in loss_fn_inputs, as many as are read at a "
+                    "time: send less in it."
+                )
         return Datum(tokens=tokens, targets=targets, inputs=own)
     inputs = {
         name: _input(number, name, tensors[name], targets.shape).astype(np.float32)

@@ -100,6 +100,25 @@ def run(server: RunningServer, work: Path, recipe: str, **options: Any) -> list[
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def script(server: RunningServer, work: Path, name: str) -> str:
+    """Runs a file of this folder by the client's Python; returns what it prints."""
+    assert CLIENT is not None
+    ended = subprocess.run(
+        [CLIENT, str(Path(__file__).parent / name), NAME],
+        cwd=work,
+        env={
+            **{name: one for name, one in os.environ.items() if name != "PYTHONPATH"},
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": KEY,
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
 def test_sl_loop(server: RunningServer, work: Path) -> None:
     steps = run(server, work, "sl_loop", batch_size=8, max_steps=4, learning_rate=1e-2, save_every=2)
     losses = [one["train_mean_nll"] for one in steps]
@@ -122,3 +141,17 @@ def test_math_rl(server: RunningServer, work: Path) -> None:
     )  # fmt: skip
     apart = [abs(one["optim/kl_sample_train_v1"]) for one in steps if "optim/kl_sample_train_v1" in one]
     assert apart and max(apart) < 1e-6
+
+
+def test_losses_and_log_probabilities(server: RunningServer, work: Path) -> None:
+    """A traced loss has on the server the curve that it has where the SDK differentiates the function itself."""
+    found = json.loads(script(server, work, "sdk_losses.py").splitlines()[-1])
+    assert found["loss_id"] is not None
+    traced, differentiated = ([one["loss:sum"] for one in curve] for curve in found["curves"])
+    assert traced == pytest.approx(differentiated, rel=1e-6) and len({*traced}) == 4
+    assert found["curves"][0][0]["custom/tokens:sum"] == 2 * (9 + 14 + 30)
+    assert found["named"] == found["trained"]
+    assert found["best"][:-2] == [None] * 6 and found["prompt"][:-2] == [None] * 6 and found["drawn"] == [7, 5]
+    for tokens, logprobs, best in found["samples"]:
+        for token, logprob, pairs in zip(tokens, logprobs, best, strict=True):
+            assert all(abs(one - logprob) < 5e-6 for other, one in pairs if other == token)

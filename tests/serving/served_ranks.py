@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
 from engine.config.parallel import ParallelOptions
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
+from rankfold.serving.commands import Saved
 from rankfold.serving.exchange import Outcome, ServedModel, Task
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.tenant_backend import TenantBackend
@@ -47,6 +50,9 @@ class Layout(NamedTuple):
     model: Mapping[str, Any] = {}
 
 
+ONE_RANK = Layout(1, {})
+
+
 class Served:
     """This rank's backend."""
 
@@ -67,14 +73,15 @@ class Served:
         self.seq = dict.fromkeys(CLIENTS, 0)
         self.answers: list[Any] = []
 
+    def task(self, model: str, kind: str, body: bytes) -> Task:
+        """Returns a model's next command."""
+        seq = self.seq[model]
+        self.seq[model] += 1
+        return Task(request=f"{model}:{seq}", kind=kind, target=model, seq=seq, body=body)
+
     def do(self, kind: str, bodies: Mapping[str, bytes]) -> list[Outcome]:
         """Executes a command of some models at once."""
-        tasks = []
-        for model, body in bodies.items():
-            seq = self.seq[model]
-            tasks.append(Task(request=f"{model}:{seq}", kind=kind, target=model, seq=seq, body=body))
-            self.seq[model] += 1
-        outcomes = self.backend.execute(tasks)
+        outcomes = self.backend.execute([self.task(model, kind, body) for model, body in bodies.items()])
         assert all(one.good for one in outcomes), outcomes
         return outcomes
 
@@ -85,13 +92,14 @@ class Served:
     def steps(self, models: Sequence[str], steps: Sequence[int]) -> None:
         """Takes steps of some models, whose rows are multiplied together."""
         for step in steps:
-            found = self.do("forward_backward", {model: self._body(model, step) for model in models})
+            found = self.do("forward_backward", {model: self.body(model, step) for model in models})
             if self.backend.ranks.is_first:
                 self.answers += [read_output(one.body) for one in found]
             for model in models:
                 self.do("optim_step", {model: adam(model, self.seq[model], learning_rate=1e-2, grad_clip_norm=0.5)})
 
-    def _body(self, model: str, step: int) -> bytes:
+    def body(self, model: str, step: int) -> bytes:
+        """Returns a forward_backward request of a step."""
         client, number = CLIENTS[model], int(model[-1])
         more = {} if client.loss == "cross_entropy" else {"logprobs": -4.0, "advantages": 0.7}
         lengths = (11, 25, 17, 3 + number)
@@ -114,22 +122,41 @@ class Served:
         (outcome,) = self.backend.execute([task])
         assert outcome.good, outcome
         sequences, scores = read_samples(outcome.body) if self.backend.ranks.is_first else ([], [])
-        return sequences, scores
+        return sequences, scores[1:]  # the first token has none
 
 
 def trained_in(base: Path, state: Path, layout: Layout, models: Sequence[str], steps: Sequence[int]) -> Any:
-    """Restores these models, or creates them where the folder has none, takes steps and samples."""
-    served = Served(base, state, layout)
+    """Restores these models, or creates them where the folder has none, takes steps and samples.
+
+    Returns:
+        On rank 0 losses and log-probabilities of each step and model, samples of each, and whether restored models are
+        written again as they were read, bit for bit.
+    """
+    served, again = Served(base, state, layout), True
     for model in models:
         restored = served.backend.restore(model)
         if restored is None:
             served.create([model])
-        else:
-            served.seq[model] = restored.seq + 1
+            continue
+        served.seq[model] = restored.seq + 1
+        (saved,) = served.do("save_weights", {model: json.dumps({"path": f"r{served.seq[model]}"}).encode()})
+        if served.backend.ranks.is_first:
+            _, _, _, _, name = json.loads(saved.body)["path"].split("/")
+            folder = served.backend._folder
+            written = load_file(folder.saved(Saved(model=model, kind="weights", name=name)))
+            before = load_file(folder.model(model))
+            again &= before.keys() == written.keys()
+            again &= all(torch.equal(written[one], tensor) for one, tensor in before.items())
     served.steps(models, steps)
     samples = [served.scored(model) for model in models]
     if not served.backend.ranks.is_first:
         return None
     losses = [loss for loss, _ in served.answers]
     logps = [torch.from_numpy(np.concatenate(own)) for _, own in served.answers]
-    return {"losses": losses, "logps": logps, "samples": samples}
+    return {"losses": losses, "logps": logps, "samples": samples, "again": again}
+
+
+def kept(state: Path) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of each model's file."""
+    folder = ServerFolder(state)
+    return {model: load_file(folder.model(model)) for model in CLIENTS if folder.model(model).exists()}

@@ -221,6 +221,7 @@ def run_server(
     listening = listen(address)
     folder = ServerFolder(state)
     journal = Journal(folder.journal)
+    backend: ModelProcess | None = None
     try:
         backend = ModelProcess(model, folder)
         service = Service(
@@ -242,6 +243,7 @@ def run_server(
         lost = str(error)
     finally:
         journal.close()
+        if backend is not None:
+            backend.close()
     if lost is not None:
         raise UserError(f"{lost.rstrip('.')}: {_AGAIN}.")
-    backend.close()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -32,21 +33,12 @@ class RunningServer:
     Args:
         model: folder of the base.
         state: the server's folder; what the server prints is in `log` in it.
-        options: further words of the command line.
+        options: further words of the command line; others may be set before `start`.
     """
 
     def __init__(self, model: Path, state: Path, *options: str) -> None:
-        self._words = [
-            sys.executable,
-            "-m",
-            "rankfold",
-            "serve",
-            "--model",
-            str(model),
-            "--state",
-            str(state),
-            *options,
-        ]
+        self._words = [sys.executable, "-m", "rankfold", "serve", "--model", str(model), "--state", str(state)]
+        self.options: Sequence[str] = options
         self.log = state.with_suffix(".log")
         self.port = free_port()
         self.start()
@@ -55,7 +47,7 @@ class RunningServer:
         """Starts it, and waits until it answers."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._words, "--port", str(self.port)],
+                [*self._words, *self.options, "--port", str(self.port)],
                 env={**os.environ, "RANKFOLD_SERVE_KEYS": KEY},
                 stdout=log,
                 stderr=log,
@@ -78,9 +70,10 @@ class RunningServer:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def kill_model(self) -> None:
-        """Ends the model's processes at once, as the system does where memory is short."""
-        for pid in self._children():
+    def kill_model(self, rank: int | None = None) -> None:
+        """Ends the model's processes at once, or one of them, as the system does where memory is short."""
+        found = self._children()
+        for pid in found if rank is None else found[rank : rank + 1]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

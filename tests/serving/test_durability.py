@@ -115,6 +115,41 @@ def test_a_server_that_is_killed_loses_nothing(server: RunningServer, base: Path
             assert torch.equal(found[name], tensor), name
 
 
+def test_a_rank_that_is_killed_and_another_layout(base: Path, tmp_path: Path) -> None:
+    """A rank ends while clients train, and the server is started again in other layouts. Each model
+    is as in a server over one rank that nobody kills, but for the order of sums."""
+    server = RunningServer(base, tmp_path / "state", "--tensor", "2")
+    clients = [Trainer(server, seed) for seed in (1, 2)]
+    threads = [threading.Thread(target=one.run, args=(STEPS,)) for one in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(1.0)
+        server.kill_model(rank=1)
+        time.sleep(1.0)
+        for layout in (["--pipeline", "2"], ["--data", "2"], []):
+            server.kill()
+            server.options = layout
+            server.start()
+            time.sleep(0.5)
+        for thread in threads:
+            thread.join(300)
+            assert not thread.is_alive()
+    finally:
+        server.kill()
+    assert "rank 1 of the model was killed by signal 9" in server.log.read_text()
+    plain = RunningServer(base, tmp_path / "plain")
+    try:
+        expected = [trained(plain, tmp_path / "plain", (seed,), kills=0)[0] for seed in (1, 2)]
+    finally:
+        assert plain.stop() == 0
+    for client, own in zip(clients, expected, strict=True):
+        found = load_file(tmp_path / "state" / "models" / f"{client.model.replace(':', '_')}.safetensors")
+        assert found.keys() == own.keys()
+        for name, tensor in own.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4 * ("optim" in name), atol=1e-5, msg=name)
+
+
 def test_samples_of_saved_weights_outlive_the_server(server: RunningServer) -> None:
     client = Trainer(server, 3)
     client.run(2)

@@ -33,9 +33,9 @@ LAYOUTS = {
     "tensor, pipeline": Layout(4, {"tensor": 2, "pipeline": 2}),
     "tensor, context": Layout(4, {"tensor": 2, "context": 2}),
     "pipeline, data": Layout(4, {"pipeline": 2}),
-    "tensor, nf4": Layout(2, {"tensor": 2}, {"base_dtype": "nf4"}),
+    "pipeline, nf4": Layout(2, {"pipeline": 2}, {"base_dtype": "nf4"}),
 }
-SAME_SUMS = ("pipeline",)
+SAME_SUMS = ("one", "nf4", "pipeline", "pipeline, nf4")
 """Layouts that add up in the order of one rank."""
 BOUND = 4e-6
 """Largest difference of a master, all of which have moved by 0.02, where a layout adds up in another order."""

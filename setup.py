@@ -85,7 +85,7 @@ setup(
         "mlperf": ["mlperf-logging==4.1.68"],
         "peft": ["peft"],
         "mlflow": ["mlflow"],
-        "serve": ["starlette", "uvicorn"],
+        "serve": ["starlette", "uvicorn", "zstandard"],
         "tensorboard": ["tensorboard"],
         # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
         "triton": ["triton>=3.6; platform_system == 'Linux'"],

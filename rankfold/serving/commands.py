@@ -239,6 +239,20 @@ def read_metadata(request: Mapping[str, Any]) -> str:
     return text
 
 
+def read_follows(request: Mapping[str, Any]) -> bool:
+    """Returns whether a sampler is to have the weights that are saved later on, too, for samplers of its kind.
+
+    Raises:
+        UserError: the kind is unknown, or weights that are replaced are to have a name.
+    """
+    kind = request.get("kind", "snapshot")
+    if kind not in ("snapshot", "inflight"):
+        raise UserError(f"kind is {shown(kind)}, but snapshot or inflight is expected.")
+    if kind == "inflight" and request.get("path") is not None:
+        raise UserError("weights of kind inflight are replaced by later ones, and have no name: leave path out.")
+    return bool(kind == "inflight")
+
+
 def read_name(request: Mapping[str, Any], default: str) -> str:
     """Returns the name that weights are saved under.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from rankfold.serving.commands import Saved
 
 _UNNAMED = "_unnamed-"  # no client can give such a name
+_INFLIGHT = "_inflight"
 _SPARE_BYTES = 1 << 20
 _KEPT = 16
 """Unnamed weights of a sampler that each model keeps."""
@@ -79,6 +80,10 @@ class ServerFolder:
     def unnamed(self, model: str, seq: int) -> Saved:
         """Returns the path of weights that a client saves for a sampler without a name."""
         return Saved(model=model, kind="sampler_weights", name=f"{_UNNAMED}{seq}")
+
+    def inflight(self, model: str) -> Saved:
+        """Returns the path of the weights that all of a model's samplers follow that are of the kind inflight."""
+        return Saved(model=model, kind="sampler_weights", name=_INFLIGHT)
 
     def old_unnamed(self, model: str) -> Iterable[Path]:
         """Returns the files of unnamed weights of a model beside its newest."""

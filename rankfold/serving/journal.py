@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from engine.errors import UserError
 from rankfold.serving.exchange import SavedWeights
@@ -39,6 +39,7 @@ CREATE TABLE commands (
 CREATE INDEX waiting ON commands (status, number);
 CREATE INDEX of_target ON commands (target, seq);
 CREATE INDEX finishes ON commands (finish);
+CREATE INDEX finishes_of_target ON commands (target, finish);
 CREATE TABLE samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, path TEXT, clients INTEGER NOT NULL DEFAULT 0
 );
@@ -133,6 +134,22 @@ class Counts:
     sessions: dict[str, int]
     models: dict[str, int]
     waiting: dict[str, int]
+
+
+class Finished(NamedTuple):
+    """An executed command.
+
+    Args:
+        request: its name.
+        place: in the order in which commands were executed.
+        status: whether in vain.
+        size: bytes of its result; None where that was dropped.
+    """
+
+    request: str
+    place: int
+    status: Status
+    size: int | None
 
 
 class Journal:
@@ -432,6 +449,34 @@ class Journal:
                 "SELECT path FROM samplers WHERE id = ? AND (? IS NULL OR owner = ?)", (sampler, owner, owner)
             ).fetchone()
         return row
+
+    def join_sampler(self, sampler: str) -> int:
+        """Returns a number for a further client of a sampler, whose first client has 0."""
+        with self.turn() as base:
+            base.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (sampler,))
+            (number,) = base.execute("SELECT clients FROM samplers WHERE id = ?", (sampler,)).fetchone()
+        return int(number)
+
+    def finished(self, target: str, after: int, most: int) -> list[Finished]:
+        """Returns executed commands of a model or a sampler, in the order in which they were executed.
+
+        Args:
+            after: the place of the last one that is known.
+            most: how many.
+        """
+        query = (
+            "SELECT request, finish, status, LENGTH(result) FROM commands WHERE target = ? AND finish > ? AND "
+            "status != 'waiting' ORDER BY finish LIMIT ?"
+        )
+        return [Finished(*row) for row in self.rows(query, (target, after, most))]
+
+    def drop_results(self, requests: Sequence[str], target: str) -> None:
+        """Drops results of a model's or sampler's commands; their promises are lost."""
+        with self.turn() as base:
+            base.executemany(
+                "UPDATE commands SET result = NULL WHERE request = ? AND target = ? AND status != 'waiting'",
+                [(request, target) for request in requests],
+            )
 
 
 def _model(row: Sequence[Any]) -> Model:

@@ -10,7 +10,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
-from rankfold.serving.commands import check_optimizer, read_adapter, read_expiry, read_metadata, text_of, whole_of
+from rankfold.serving.commands import (
+    check_optimizer,
+    read_adapter,
+    read_expiry,
+    read_follows,
+    read_metadata,
+    text_of,
+    whole_of,
+)
 from rankfold.serving.folder import sampler_of
 from rankfold.serving.loss_request import head_of
 from rankfold.serving.service import MAX_SEQ, Call, Handler, Service
@@ -103,11 +111,13 @@ class ModelCalls:
         model = self._service.model(text_of(asked, "model_id"), owner)
         seq = whole_of(asked, "seq_id", 1, MAX_SEQ)
         self._check_save(asked)
+        follows = read_follows(asked)
         answer = self._service.take("save_weights_for_sampler", body, owner, model.id, seq)
         if asked.get("path") is None:
             number = whole_of(asked, "sampling_session_seq_id", 0, MAX_SEQ)
-            path = str(self._service.folder.unnamed(model.id, seq))
-            self._service.journal.add_sampler(sampler_of(model.id, number), model.session, owner, path)
+            folder = self._service.folder
+            path = folder.inflight(model.id) if follows else folder.unnamed(model.id, seq)
+            self._service.journal.add_sampler(sampler_of(model.id, number), model.session, owner, str(path))
         return answer
 
     async def _load(self, request: Request, owner: str) -> Response:

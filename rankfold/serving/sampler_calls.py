@@ -26,6 +26,7 @@ class SamplerCalls:
         return [
             Call("POST", "create_sampling_session", self._create_sampler),
             Call("GET", "samplers/{sampler}", self._get_sampler),
+            Call("POST", "join_sampling_session", self._join),
             Call("POST", "asample", self._sample),
         ]
 
@@ -54,6 +55,13 @@ class SamplerCalls:
         sampler = request.path_params["sampler"]
         path = self._sampler(sampler, owner)
         return JSONResponse({"sampler_id": sampler, "base_model": self._service.names[0], "model_path": path})
+
+    async def _join(self, request: Request, owner: str) -> Response:
+        _, asked = await self._service.json(request)
+        sampler = text_of(asked, "sampling_session_id")
+        self._sampler(sampler, owner)
+        number = self._service.journal.join_sampler(sampler)
+        return JSONResponse({"type": "join_sampling_session", "client_counter": number})
 
     async def _sample(self, request: Request, owner: str) -> Response:
         body, asked = await self._service.json(request)

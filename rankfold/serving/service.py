@@ -24,6 +24,7 @@ from engine.errors import UserError
 from rankfold.serving.byte_room import ByteRoom
 from rankfold.serving.catalogue import Catalogue, Checkpoint
 from rankfold.serving.commands import read_json
+from rankfold.serving.compressed import TooLong, can_decompress, decompressed
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.figures import Figures
 from rankfold.serving.folder import ServerFolder
@@ -129,23 +130,32 @@ class Service:
             most: bytes that it may have; None for those of the limits.
 
         Raises:
-            HTTPException: it is compressed, too large, too slow, or does not come.
+            HTTPException: it is compressed otherwise than with zstd, too large, too slow, or does not come.
         """
         most = min(most or self.limits.body_bytes, self.limits.body_bytes)
         refusal = HTTPException(413, f"the body has more than {most} bytes.")
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise HTTPException(415, "the body is compressed, but bodies are read as they are: send it uncompressed.")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity" and (encoding != "zstd" or not can_decompress()):
+            raise HTTPException(415, f"the body is compressed by {encoding[:40]}, which is not read: send it as it is.")
         length = request.headers.get("content-length", "")
         size = int(length) if length.isdecimal() and len(length) < 20 else most
         if size > most:
             raise refusal
+        compressed = encoding == "zstd"
         body = bytearray()
         try:
-            async with asyncio.timeout(self.limits.body_seconds), self._room.taken(request.state.owner, size):
+            async with (
+                asyncio.timeout(self.limits.body_seconds),
+                self._room.taken(request.state.owner, most if compressed else size),
+            ):
                 async for part in request.stream():
                     if len(body) + len(part) > most:
                         raise refusal
                     body += part
+                if compressed:
+                    return await asyncio.to_thread(decompressed, bytes(body), most)
+        except TooLong as error:
+            raise HTTPException(413, str(error)) from None
         except TimeoutError:
             raise HTTPException(408, f"the body took more than {self.limits.body_seconds:g} s to arrive.") from None
         except ClientDisconnect:

@@ -12,7 +12,31 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rankfold.serving.commands import read_metadata, text_of
-from rankfold.serving.service import Call, Service
+from rankfold.serving.compressed import can_decompress
+from rankfold.serving.sdk_versions import remark
+from rankfold.serving.service import Call, Handler, Service
+
+_FLAGS = {
+    "parallel_fwdbwd_chunks": True,
+    "create_model_via_load_weights": True,
+    "custom_loss_server_side": True,
+    "sample_max_concurrent_requests": 256,
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+}
+"""How clients are to ask; what is left out has the client's default."""
+_REFUSED = (
+    ("POST", "auth/token", "keys are not exchanged for tokens here: send the key itself."),
+    (
+        "DELETE",
+        "auth/apikey/me",
+        "a key ends when RANKFOLD_SERVE_KEYS has it no more, after a restart.",
+    ),
+    ("GET", "audit", "this server keeps no log of who did what."),
+    ("GET", "billing/usage/events", "this server does not bill: its metrics say what was used."),
+    ("GET", "billing/usage/checkpoints/current", "this server does not bill: `checkpoints` lists what is stored."),
+)
+"""Requests of the protocol that are answered by a sentence."""
 
 
 class SessionCalls:
@@ -29,23 +53,23 @@ class SessionCalls:
         """Returns what is answered here."""
         return [
             Call("POST", "client/config", self._client_config),
+            Call("POST", "client/dynamic_config", self._dynamic_config),
             Call("POST", "create_session", self._create_session),
             Call("POST", "session_heartbeat", self._heartbeat),
             Call("POST", "sessions/{session}/finish", self._finish),
             Call("GET", "get_server_capabilities", self._capabilities),
             Call("POST", "telemetry", self._telemetry),
+            Call("GET", "auth/apikey/me", self._key),
+            *(Call(method, path, _refused(sentence)) for method, path, sentence in _REFUSED),
         ]
 
     async def _client_config(self, request: Request, owner: str) -> Response:
         await self._service.json(request)
-        # one chunk after another and results one by one: what is left out has the client's default
-        return JSONResponse(
-            {
-                "parallel_fwdbwd_chunks": True,
-                "sample_max_concurrent_requests": 256,
-                "custom_loss_server_side": True,
-            }
-        )
+        return JSONResponse({**_FLAGS, "proto_compress_fwdbwd": can_decompress()})
+
+    async def _dynamic_config(self, request: Request, owner: str) -> Response:
+        await self._service.json(request)
+        return JSONResponse({"sample_cancel_enabled": True})
 
     async def _create_session(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)
@@ -53,7 +77,13 @@ class SessionCalls:
         metadata = read_metadata(asked)
         session = secrets.token_hex(8)
         self._service.journal.add_session(session, owner, **labels, metadata=metadata)
-        return JSONResponse({"type": "create_session", "session_id": session})
+        message = remark(asked.get("sdk_version"))
+        return JSONResponse({"type": "create_session", "session_id": session, **message})
+
+    async def _key(self, request: Request, owner: str) -> Response:
+        """Says that a key is one of this server's, to `tinker auth login`."""
+        details = {"org_details": {"name": "this server"}, "user_details": {"email": ""}}
+        return JSONResponse({"key_id": 0, "name": owner, "note": "a key of RANKFOLD_SERVE_KEYS", "details": details})
 
     async def _heartbeat(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)
@@ -83,3 +113,10 @@ class SessionCalls:
 
 def _label(asked: Mapping[str, Any], name: str) -> str | None:
     return None if asked.get(name) is None else text_of(asked, name)
+
+
+def _refused(sentence: str) -> Handler:
+    async def refuse(request: Request, owner: str) -> Response:
+        raise HTTPException(404, sentence)
+
+    return refuse

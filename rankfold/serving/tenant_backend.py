@@ -31,6 +31,7 @@ from rankfold.serving.commands import (
     Saved,
     read_adam,
     read_expiry,
+    read_follows,
     read_json,
     read_metadata,
     read_name,
@@ -264,8 +265,10 @@ class TenantBackend:
     def _save(self, task: Task) -> Outcome:
         request = read_json(task.body)
         answer: dict[str, object]
+        follows = False
         if task.kind == "save_weights_for_sampler" and request.get("path") is None:
-            saved = self._folder.unnamed(task.target, task.seq)
+            follows = read_follows(request)
+            saved = self._folder.inflight(task.target) if follows else self._folder.unnamed(task.target, task.seq)
             number = whole_of(request, "sampling_session_seq_id", 0, 2**31)
             answer = {"path": None, "sampling_session_id": sampler_of(task.target, number)}
         else:
@@ -277,7 +280,8 @@ class TenantBackend:
 
         def make_way() -> None:
             there = read_written(path)
-            if there is not None and there.request != task.request and request.get("overwrite") is not True:
+            replaces = follows or request.get("overwrite") is True
+            if there is not None and there.request != task.request and not replaces:
                 raise UserError(f"{saved} is there already: save under another name, or set overwrite to true.")
 
         def finish() -> int:

@@ -45,6 +45,7 @@ class StandIn:
         self.goes = threading.Event()
         self.goes.set()
         self.is_lost = False
+        self.padding = ""
         self.restored: dict[str, Restored] = {}
 
     @property
@@ -81,8 +82,9 @@ class StandIn:
                 expires=read_expiry(body),
                 metadata=read_metadata(body),
             )
+        padding = {"padding": self.padding} if self.padding else {}
         made = ADAPTER if task.kind == "create_model" else None
-        outcome = success(task.request, {"executed": task.request}, made)
+        outcome = success(task.request, {"executed": task.request, **padding}, made)
         return replace(outcome, keeps=task.kind == "forward_backward", saved=saved)
 
 

@@ -153,7 +153,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
         ):
             answer = await server.ask("create_model", body)
             assert answer.status == status and sentence in answer.json["detail"], (body, answer)
-        compressed = await server.ask("create_model", create, headers={"content-encoding": "zstd"})
+        compressed = await server.ask("create_model", create, headers={"content-encoding": "gzip"})
         assert compressed.status == 415
         for number in range(2):
             assert (await server.create(session, number)).status == 200
@@ -178,6 +178,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
         found = await server.result(f"{session}:train:0:1")
         assert found.status == 200 and found.json == {"error": "it was refused.", "category": "user"}
         assert (await server.ask("no_such_thing", {})).status == 404
+        assert "does not bill" in (await server.ask("billing/usage/events")).json["detail"]
         assert (await server.result("nothing")).status == 410
         assert (await ask(server.app, "healthz", key="")).json == {"status": "ok"}
 

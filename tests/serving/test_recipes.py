@@ -1,24 +1,16 @@
-"""The SDK and recipes of tinker-cookbook, as they are, on a server of a tiny model.
-
-They run by a Python of their own, which RANKFOLD_TINKER_CLIENT names; without one these tests are skipped.
-"""
+"""Recipes that supervise and distill, and the loops that the cookbook begins with, on a server of a tiny model."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.serving.asgi import KEY
+from tests.serving.cookbook import CLIENT, NAME, make_work, run, script
 from tests.serving.running import RunningServer
 
-CLIENT = os.environ.get("RANKFOLD_TINKER_CLIENT")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytestmark = [
@@ -27,49 +19,13 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(CLIENT is None, reason="RANKFOLD_TINKER_CLIENT names no Python with tinker and its cookbook"),
 ]
-NAME = "Qwen/Qwen3-8B-Base"
-"""A name that the cookbook knows; the folder of the name in the working directory is a tiny model."""
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the model, and data sets of sums under the names of those that recipes read."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    work: Path = tmp_path_factory.mktemp("work")
-    folder = work / NAME
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_ = Tokenizer(models.BPE(vocab={one: number for number, one in enumerate(letters)}, merges=[]))
-    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytes_.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=264, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    sums = [(3 * number % 50, 7 * number % 50) for number in range(32)]
-    chats = [
-        {"messages": [{"role": "user", "content": f"{a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]}
-        for a, b in sums
-    ]
-    _write(work / "HuggingFaceH4/no_robots/train.jsonl", chats)
-    _write(
-        work / "openai/gsm8k/main/train.jsonl",
-        [{"question": f"{a} + {b}?", "answer": f"#### {a + b}"} for a, b in sums],
-    )
-    header = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n---\n"
-    (work / "openai/gsm8k/README.md").write_text(header)
-    return work
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    folder: Path = tmp_path_factory.mktemp("work")
+    make_work(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -79,48 +35,8 @@ def server(work: Path) -> Iterator[RunningServer]:
     running.kill()
 
 
-def run(server: RunningServer, work: Path, recipe: str, **options: Any) -> list[dict[str, float]]:
-    """Runs a recipe; returns the metrics of its steps."""
-    out = work / recipe
-    words = {"model_name": NAME, "log_path": out, "lora_rank": 4, **options}
-    assert CLIENT is not None
-    ended = subprocess.run(
-        [CLIENT, "-m", f"tinker_cookbook.recipes.{recipe}", *[f"{name}={one}" for name, one in words.items()]],
-        cwd=work,
-        env={
-            **{name: one for name, one in os.environ.items() if name != "PYTHONPATH"},
-            "TINKER_BASE_URL": server.url,
-            "TINKER_API_KEY": KEY,
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def script(server: RunningServer, work: Path, name: str) -> str:
-    """Runs a file of this folder by the client's Python; returns what it prints."""
-    assert CLIENT is not None
-    ended = subprocess.run(
-        [CLIENT, str(Path(__file__).parent / name), NAME],
-        cwd=work,
-        env={
-            **{name: one for name, one in os.environ.items() if name != "PYTHONPATH"},
-            "TINKER_BASE_URL": server.url,
-            "TINKER_API_KEY": KEY,
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
-
-
 def test_sl_loop(server: RunningServer, work: Path) -> None:
-    steps = run(server, work, "sl_loop", batch_size=8, max_steps=4, learning_rate=1e-2, save_every=2)
+    steps = run(server, work, "sl_loop", lora_rank=4, batch_size=8, max_steps=4, learning_rate=1e-2, save_every=2)
     losses = [one["train_mean_nll"] for one in steps]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
 
@@ -128,19 +44,55 @@ def test_sl_loop(server: RunningServer, work: Path) -> None:
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])
 def test_rl_loop(server: RunningServer, work: Path, loss: str) -> None:
     options = {"batch_size": 4, "group_size": 4, "max_steps": 2, "max_tokens": 8, "save_every": 0}
-    steps = run(server, work, "rl_loop", loss_fn=loss, **options)
+    steps = run(server, work, "rl_loop", lora_rank=4, loss_fn=loss, **options)
     assert len(steps) >= 2
 
 
-def test_math_rl(server: RunningServer, work: Path) -> None:
-    """The sampler's and the trainer's numbers are the same."""
+def test_chat_sl(server: RunningServer, work: Path) -> None:
     steps = run(
-        server, work, "math_rl.train", env="arithmetic", renderer_name="role_colon", groups_per_batch=4, group_size=4,
-        learning_rate=1e-3, max_tokens=12, max_steps=3, loss_fn="ppo", eval_every=0, save_every=0,
-        behavior_if_log_dir_exists="delete",
+        server, work, "chat_sl.train", lora_rank=4, renderer_name="role_colon", batch_size=4, max_steps=4, eval_every=2,
+        learning_rate=1e-2, max_length=256, save_every=2, rolling_save_every=1,
     )  # fmt: skip
-    apart = [abs(one["optim/kl_sample_train_v1"]) for one in steps if "optim/kl_sample_train_v1" in one]
-    assert apart and max(apart) < 1e-6
+    losses = [one["train_mean_nll"] for one in steps if "train_mean_nll" in one]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_prompt_distillation(server: RunningServer, work: Path) -> None:
+    steps = run(
+        server, work, "prompt_distillation.train", file_path=work / "conversations.jsonl", renderer_name="role_colon",
+        lora_rank=4, batch_size=8, max_steps=4, learning_rate=1e-2, max_length=256, eval_every=0, save_every=0,
+    )  # fmt: skip
+    losses = [one["train_mean_nll"] for one in steps if "train_mean_nll" in one]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_dpo(server: RunningServer, work: Path) -> None:
+    """Losses of pairs that the client differentiates, against a reference that is sampled."""
+    steps = run(
+        server, work, "preference.dpo.train", dataset="hhh", renderer_name="role_colon", batch_size=8, max_steps=4,
+        learning_rate=1e-3, max_length=256,
+    )  # fmt: skip
+    losses = [one["dpo_loss"] for one in steps if "dpo_loss" in one]
+    assert abs(losses[0] - 0.6931) < 1e-3, "the reference is the model itself"
+    assert losses[-1] < losses[0] - 0.01
+
+
+def test_on_policy_distillation(server: RunningServer, work: Path) -> None:
+    steps = run(
+        server, work, "distillation.on_policy_distillation", teacher_model=NAME, renderer_name="role_colon",
+        lora_rank=4, groups_per_batch=2, group_size=2, max_tokens=8, max_steps=2, eval_every=0, save_every=0,
+    )  # fmt: skip
+    assert abs(steps[0]["teacher_kl"]) < 1e-6, "the teacher is the student as it begins"
+
+
+@pytest.mark.parametrize("topk", [0, 4])
+def test_sdft(server: RunningServer, work: Path, topk: int) -> None:
+    """A teacher's most likely tokens as targets, or its numbers as advantages."""
+    steps = run(
+        server, work, "sdft.train", renderer_name="role_colon", lora_rank=4, groups_per_batch=2, max_tokens=8,
+        topk=topk, max_context_length=2048, max_steps=2, eval_every=0, save_every=0,
+    )  # fmt: skip
+    assert len(steps) >= 2
 
 
 def test_losses_and_log_probabilities(server: RunningServer, work: Path) -> None:

@@ -123,6 +123,34 @@ def test_samples_have_the_scores_of_training(client: Client) -> None:
     assert read_samples(base.body)[0][0][2] == 1
 
 
+def test_samplers_that_follow_a_model(client: Client) -> None:
+    """Both have the weights that were saved last, and a snapshot those that it was made with."""
+    path = "tinker://s:train:0/sampler_weights/"
+    body = sample("t", 0, [5, 6, 7], 1, max_tokens=8, seed=8, stop=[], prompt_logprobs=True)
+
+    def save(number: int, **more: Any) -> None:
+        body = json.dumps({"sampling_session_seq_id": number, **more}).encode()
+        assert client.do(MODEL, "save_weights_for_sampler", body).good is (number < 3)
+
+    def change() -> None:
+        client.train(MODEL, data(1))
+        client.step(MODEL, learning_rate=1e-2)
+
+    change()
+    save(0, kind="inflight")
+    (before,) = client.samples(f"{path}_inflight", body)
+    save(1)
+    change()
+    snapshot = f"{path}_unnamed-{client.seq[MODEL] - 3}"
+    for _ in range(2):
+        assert client.samples(f"{path}_inflight", body)[0].body == before.body, "until the next save"
+    save(2, kind="inflight")
+    assert client.samples(f"{path}_inflight", body)[0].body != before.body
+    assert client.samples(snapshot, body)[0].body == before.body
+    for wrong in ({"kind": "x"}, {"kind": "inflight", "path": "a"}):
+        save(3, **wrong)
+
+
 def test_a_policy_earns_more(client: Client) -> None:
     """Completions are rewarded for tokens of the first half of the vocabulary."""
     prompt, rewards = [5, 6, 7], list[float]()

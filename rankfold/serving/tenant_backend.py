@@ -265,9 +265,8 @@ class TenantBackend:
     def _save(self, task: Task) -> Outcome:
         request = read_json(task.body)
         answer: dict[str, object]
-        follows = False
+        follows = read_follows(request)
         if task.kind == "save_weights_for_sampler" and request.get("path") is None:
-            follows = read_follows(request)
             saved = self._folder.inflight(task.target) if follows else self._folder.unnamed(task.target, task.seq)
             number = whole_of(request, "sampling_session_seq_id", 0, 2**31)
             answer = {"path": None, "sampling_session_id": sampler_of(task.target, number)}

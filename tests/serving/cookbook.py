@@ -51,6 +51,7 @@ def make_work(work: Path) -> None:
         for a, b in sums
     ]
     _write(work / "HuggingFaceH4/no_robots/train.jsonl", chats)
+    _write(work / "HuggingFaceH4/no_robots/test.jsonl", chats[:4])
     graded = [{"question": f"{a} + {b}?", "answer": f"#### {a + b}"} for a, b in sums]
     _write_splits(work / "openai/gsm8k", "main", {"train": graded, "test": graded[:8]})
     pairs = [
@@ -60,28 +61,9 @@ def make_work(work: Path) -> None:
     _write(work / "Anthropic/hh-rlhf/train.jsonl", pairs)
     _write(work / "Anthropic/hh-rlhf/test.jsonl", pairs[:4])
     _write(work / "zwhe99/DeepMath-103K/train.jsonl", [{"question": f"{a} + {b}?"} for a, b in sums])
-    words = [
-        "the",
-        "river",
-        "of",
-        "a",
-        "city",
-        "in",
-        "war",
-        "had",
-        "many",
-        "seasons",
-        "and",
-        "most",
-        "of",
-        "its",
-        "teams",
-        "were",
-        "known",
-    ]
-    texts = [
-        {"text": " ".join(words[(3 * row + 7 * place) % len(words)] for place in range(80))} for row in range(1500)
-    ]
+    words = ["the", "river", "of", "a", "city", "in", "war", "had", "many", "seasons", "and", "teams", "known", "most"]
+    rows = [[words[(3 * row + 5 * place) % len(words)] for place in range(80)] for row in range(1500)]
+    texts = [{"text": " ".join(row)} for row in rows]
     _write_splits(work / "Salesforce/wikitext", "wikitext-103-raw-v1", {"train": texts})
     _write(work / "conversations.jsonl", chats)
     questions = [

@@ -58,8 +58,9 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def row_invariant(kernels: Kernels, dtype: torch.dtype) -> Kernels:
-    """Returns the backend with products whose rows depend neither on each other nor on their number, where it has such:
-    the compiled ones for fp32. Others differ by the order of their sums.
+    """Returns the backend with products whose rows depend neither on each other nor on their number, and which are the
+    same whether or not all rows have one model's adapters, where it has such: the compiled ones for fp32. Others differ
+    by the order of their sums.
     """
     if kernels.product is not product or dtype != torch.float32:
         return kernels
@@ -69,6 +70,9 @@ def row_invariant(kernels: Kernels, dtype: torch.dtype) -> Kernels:
         narrow_product=multiply,
         sigmoid=sigmoid_anywhere,
         adapted=None,
+        norm_a_gradient=None,
+        swiglu_project=None,
+        swiglu_backward_adapted=None,
         loss=replace(kernels.loss, product=multiply),
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from engine.batch import Batch, BatchPart, Padding
 from engine.tenants.span_adapters import Span
+from engine.zigzag import ContextLayout, ContextPlan, make_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +27,30 @@ class Joined(BatchPart):
 
 
 def can_join(batches: Sequence[Batch]) -> bool:
-    """Returns whether these can be one: they have whole rows, and nothing beside their tokens but padding and what
-    the objective alone reads, which gets it from the parts."""
-    return all(
-        batch.context_plan is None and all(type(part) is Padding or part.for_loss_alone for part in batch.parts)
-        for batch in batches
+    """Returns whether these can be one: they have nothing beside their tokens but padding and what the objective alone
+    reads, which gets it from the parts."""
+    return all(type(part) is Padding or part.for_loss_alone for batch in batches for part in batch.parts)
+
+
+def tokens_of(batch: Batch) -> int:
+    """Returns the tokens of a micro-batch on all of its context ranks together: the same on each of them, where the
+    parts of a row may differ by a token."""
+    return batch.num_tokens if batch.context_plan is None else batch.context_plan.layout.num_tokens
+
+
+def _joined_plan(batches: Sequence[Batch]) -> ContextPlan | None:
+    """Returns the plan of these rows one after the other: each row is divided over context ranks as it is alone, so
+    that these hold the same of its tokens and attend to them in the same blocks."""
+    plans = [batch.context_plan for batch in batches if batch.context_plan is not None]
+    if not plans:
+        return None
+    assert len(plans) == len(batches), "some rows are divided over context ranks and some are not"
+    layout = ContextLayout(
+        size=plans[0].layout.size,
+        row_lengths=tuple(length for plan in plans for length in plan.layout.row_lengths),
+        document_lengths=tuple(length for plan in plans for length in plan.layout.document_lengths),
     )
+    return make_plan(layout, plans[0].rank)
 
 
 def _are_even(batches: Sequence[Batch]) -> bool:
@@ -65,6 +84,7 @@ def join(parts: Sequence[tuple[int, Batch]]) -> Batch:
         },
         document_offsets=torch.cat(offsets),
         document_lengths=tuple(length for batch in batches for length in batch.document_lengths),
+        context_plan=_joined_plan(batches),
     )
     spans = tuple(Span(tenant, first, last) for (tenant, _), first, last in zip(parts, starts, ends, strict=True))
     padding = None

@@ -97,11 +97,13 @@ class JointPass:
         """Adds the gradients of these micro-batches to those of their tenants.
 
         Args:
-            micro_batches: the parts of each.
+            micro_batches: the parts of each; as many, of the same sizes, on all ranks of a copy of the model.
 
         Returns:
-            Tenant -> fp32 sums of its loss and its objective's metrics on this rank.
+            Tenant -> fp32 sums of its loss and its objective's metrics on this rank: 0 where it has no last stage.
         """
+        if not micro_batches:
+            return {}
         self._loss.begin({work.tenant: work.scale for parts in micro_batches for work in parts})
         joined = [join([(work.tenant, work.batch) for work in parts]) for parts in micro_batches]
         one = torch.ones((), dtype=torch.float32, device=self.stages.step.device)

@@ -20,12 +20,16 @@ from engine.layers.shared_base import SharedBase
 from engine.objectives.objective import Objective
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
-from engine.tenants.joined_batch import can_join
+from engine.tenants.joined_batch import can_join, tokens_of
 from engine.tenants.joint_pass import JointPass, Work, peers_of
 from engine.tenants.sweep_file import SHARED
 from engine.training.build import Training, build_training
+from engine.training.stage_layout import plan_partition
 from engine.training.start import refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
+
+_ANYWHERE = ("layers.0.lora_A",)
+"""The first parameter that adapters may have."""
 
 
 class Tenants:
@@ -42,7 +46,9 @@ class Tenants:
         self._config, self._launch, self._log, self._tokens = config, launch, log, tokens
         self._shared = SharedBase()
         source, plan = refuse_early(config, launch)
-        without = replace(plan, modules=TrainingPlan(seed=plan.modules.seed), trained={})
+        # stages that suit adapters anywhere, whatever the first run trains
+        self._partition = plan_partition(config, source.model.decoder, _ANYWHERE, launch.world_size)
+        without = replace(plan, modules=TrainingPlan(seed=plan.modules.seed), trained={}, partition=self._partition)
         bare = replace(config, lora=replace(config.lora, init_from=None))
         self._base = build_training(bare, launch, source, without, log, base=self._shared)
         self._trainings: dict[int, Training] = {}
@@ -96,7 +102,7 @@ class Tenants:
             config,
             launch,
             source,
-            plan,
+            replace(plan, partition=self._partition.training(plan.trained)),
             log,
             documents_per_row=documents_per_row,
             mesh=self._base.mesh,
@@ -129,11 +135,13 @@ class Tenants:
         """Adds up the gradients of these tenants' global batches; `update` sums them over ranks.
 
         Args:
-            batches: this rank's micro-batches of each.
-            targets: the sum of the loss weights over each one's global batch.
+            batches: this rank's micro-batches of each: the same tenants on all ranks, in the same order. Ranks that
+                train on different data may have different numbers of them, or none, unless experts are spread over
+                these ranks.
+            targets: the sum of the loss weights over each one's global batch, over all ranks.
 
         Returns:
-            Tenant -> 0-dim fp32 mean loss over its targets.
+            Tenant -> 0-dim fp32 mean loss over its targets, equal on all ranks.
         """
         return {number: figures[0] for number, figures in self.figures(batches, targets).items()}
 
@@ -150,22 +158,25 @@ class Tenants:
         sums: dict[int, Tensor] = {}
         if together:
             self._joint = self._joint or self._make_joint()
+            for number in together:  # whose own layers would have waited for their weights
+                self._trainings[number].optimizer.flat.finish_publish()
             scales = {number: counts[number].clamp(min=1.0).reciprocal() for number in together}
             work = [Work(number, batch.to(device), scales[number]) for number in together for batch in batches[number]]
             sums = self._joint.gradients(self._grouped(work))
         maxima: dict[int, Tensor] = {}
         for number, own in batches.items():
-            if number not in sums:
+            if number not in together and own:
                 stages = self._trainings[number].stages
                 sums[number] = stages.gradients(list(own), counts[number], before_last_backward=_not_yet)
                 maxima[number] = stages.maxima()
         mesh = self._base.mesh
         found: dict[int, Tensor] = {}
         for number in batches:
-            total = all_reduce(all_reduce(sums[number].clone(), mesh.dp_cp), mesh.pp)
-            found[number] = total / counts[number].clamp(min=1.0)
-            if number in maxima and maxima[number].numel():
-                largest = maxima[number]
+            objective = self._trainings[number].objective
+            own_sums = sums.get(number, torch.zeros(1 + len(objective.metrics), device=device)).clone()
+            found[number] = all_reduce(all_reduce(own_sums, mesh.dp_cp), mesh.pp) / counts[number].clamp(min=1.0)
+            if objective.maxima:
+                largest = maxima.get(number, torch.full((len(objective.maxima),), -torch.inf, device=device))
                 for axis in (mesh.dp_cp, mesh.pp):
                     largest = all_reduce(largest, axis, dist.ReduceOp.MAX)
                 found[number] = torch.cat((found[number], largest))
@@ -191,7 +202,7 @@ class Tenants:
         for one in work:
             head = self._trainings[one.tenant].plan.modules.adapter("lm_head") is not None
             group = open_groups.get(head)
-            if group is None or sum(own.batch.num_tokens for own in (*group, one)) > self._tokens:
+            if group is None or sum(tokens_of(own.batch) for own in (*group, one)) > self._tokens:
                 group = open_groups[head] = []
                 groups.append(group)
             group.append(one)
@@ -204,15 +215,18 @@ def _not_yet(entries: Iterable[ShardEntry]) -> None:
 
 def _joins(training: Training) -> bool:
     """Returns whether a tenant's rows can be multiplied with the base beside others': its adapters are plain ones of
-    linears, its loss needs no other pass and is not scaled."""
-    peers = peers_of({0: training.stages.models()})
-    covered = {id(leaf) for one in peers.values() for leaf in one.leaves[0]}
-    entries = [entry for entry in training.stages.entries() if entry.sink is not None]
+    linears, its loss needs no other pass and is not scaled. Collective over the pipeline's ranks, which have different
+    adapters."""
     objective = training.objective
     plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies or objective.maxima)
     plain = plain and objective.temperature == 1.0 and training.optimizer.loss_scale is None
-    plain = plain and training.stages.balance is None  # it counts what the tokens of one run choose
-    return plain and all(id(entry.parameter) in covered for entry in entries)
+    if not plain or training.stages.balance is not None:  # which counts what the tokens of one run choose
+        return False
+    peers = peers_of({0: training.stages.models()})
+    covered = {id(leaf) for one in peers.values() for leaf in one.leaves[0]}
+    entries = [entry for entry in training.stages.entries() if entry.sink is not None]
+    here = torch.tensor(all(id(entry.parameter) in covered for entry in entries), dtype=torch.int32)
+    return bool(all_reduce(here.to(training.stages.step.device), training.mesh.pp, dist.ReduceOp.MIN))
 
 
 def check_adapters_alone(plan: ModelPlan) -> None:

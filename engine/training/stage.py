@@ -230,13 +230,14 @@ class ModelStage:
                 slot.reduce_with(start)
         if gradient is None:
             out = out * self._scale
-        if not defer_weights:
-            out.backward(gradient)
-        else:
+        if defer_weights:
             assert slot is None, "a graph adds the weights' gradients at once"
             self._deferred[microbatch] = []
             self._defer(self._deferred[microbatch])
+        # where each micro-batch has adapters of its own, those of this one may all be above
+        if out.requires_grad or self._choose is _own_adapters:
             out.backward(gradient)
+        if defer_weights:
             self._defer(None)
         LOG.progressed(on_device=True)
         made = None

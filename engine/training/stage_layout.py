@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config.rules import gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.models.decoder import Part, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.flops import head_in_layers
-from engine.pipeline.partition import plan_stages
+from engine.pipeline.partition import first_trainable_stage, plan_stages
 from engine.pipeline.schedules import ScheduleChoice
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -35,6 +35,11 @@ class Partition:
         """Returns the parts of the model that pipeline rank `rank` holds, by stage."""
         parts = enumerate(split_parts(self.layers))
         return {stage: part for stage, part in parts if self.stage_rank[stage] == rank}
+
+    def training(self, trained: Collection[str]) -> Partition:
+        """Returns the same stages where these parameters train: the stages below them have no backward."""
+        first = first_trainable_stage(self.layers, _first_trainable_layer(trained, sum(self.layers)))
+        return replace(self, choice=replace(self.choice, first_trainable_stage=first))
 
 
 def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collection[str], world_size: int) -> Partition:

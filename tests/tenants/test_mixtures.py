@@ -47,7 +47,7 @@ def test_neighbours_change_no_bit(
 
 @pytest.mark.parametrize("name", sampled(MODELS, quick=["qwen2 moe"]))
 def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """That model makes H and its gradient in other kernels, which add up in another order."""
+    """Bit for bit: that model makes the same products."""
     write_small_run(tmp_path, MODELS[name])
     runs = configs(tmp_path, ADAPTERS)
     together = Tenants(runs[0], launched(), Log(1), tokens=200)
@@ -66,7 +66,5 @@ def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytes
 
     joined = gradients()
     monkeypatch.setattr(tenants, "can_join", lambda own: False)
-    apart = gradients()
-    assert not all(map(torch.equal, joined, apart))
-    for found, expected in zip(joined, apart, strict=True):
-        assert (found - expected).norm() < 1e-7 * expected.norm()
+    monkeypatch.setattr(joint_pass, "join", None)
+    assert all(map(torch.equal, joined, gradients()))

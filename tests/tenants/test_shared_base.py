@@ -94,8 +94,9 @@ def test_each_trains_as_alone(
 ) -> None:
     write_small_run(tmp_path, {**sizes, **SMALLER})
     runs = configs(tmp_path, adapters, **model)
-    # a run alone has B beside W, and so other roundings, which Adam magnifies where an expert's gradient is tiny
-    limit = 5e-5 if sizes is MIXTURE else 2e-6
+    # a run alone has B beside W, and so other roundings, which Adam magnifies where a gradient is tiny, as of some
+    # experts, and 1e-11 in a gated delta net
+    limit = 5e-5 if sizes is MIXTURE else 5e-4 if "full_attention_interval" in sizes else 2e-6
     base = SharedBase()
     together = [build(config, base) for config in runs]
     frozen = [

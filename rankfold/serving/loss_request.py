@@ -18,21 +18,23 @@ LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Names of the losses that are computed here."""
 CUSTOM = "custom"
 """The name of a loss that the client has traced; loss_id says which."""
-_INPUTS = (
-    "weights",
-    "logprobs",
-    "advantages",
-    "clip_low_threshold",
-    "clip_high_threshold",
-    "sequence_ratio_mask",
-)
-_NEEDED = {"cross_entropy": (), **dict.fromkeys(LOSSES[1:], ("logprobs", "advantages"))}
+_POLICY = ("logprobs", "advantages")
+_CLIPS = ("clip_low_threshold", "clip_high_threshold")
+_NEEDED = {"cross_entropy": (), **dict.fromkeys(LOSSES[1:], _POLICY)}
+_INPUTS = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": _POLICY,
+    "ppo": (*_POLICY, *_CLIPS),
+    "cispo": (*_POLICY, *_CLIPS),
+    "dro": _POLICY,
+    "gspo": (*_POLICY, *_CLIPS, "sequence_ratio_mask"),
+}
 _NUMBERS = {
     "cross_entropy": (),
     "importance_sampling": (),
-    "ppo": ("clip_low_threshold", "clip_high_threshold"),
-    "cispo": ("clip_low_threshold", "clip_high_threshold"),
-    "gspo": ("clip_low_threshold", "clip_high_threshold"),
+    "ppo": _CLIPS,
+    "cispo": _CLIPS,
+    "gspo": _CLIPS,
     "dro": ("beta",),
 }
 _SEVERAL = ("cross_entropy", CUSTOM)
@@ -195,7 +197,7 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
         return Datum(tokens=tokens, targets=targets, inputs=own)
     inputs = {
         name: _input(number, name, tensors[name], targets.shape).astype(np.float32)
-        for name in _INPUTS
+        for name in _INPUTS[loss]
         if name in tensors
     }
     for name, values in inputs.items():
@@ -203,8 +205,11 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
             raise UserError(f"datum {number} has a number in {name} that is not finite.")
     if missing := [name for name in _NEEDED[loss] if name not in inputs]:
         raise UserError(f"datum {number} has no {missing[0]}, which {loss} needs: send one number for each token.")
-    if unknown := [name for name in tensors if name not in _INPUTS and name != "target_tokens"]:
-        raise UserError(f"datum {number} has {unknown[0][:40]} in loss_fn_inputs, which no loss here reads: remove it.")
+    if unknown := [name for name in tensors if name not in _INPUTS[loss] and name != "target_tokens"]:
+        raise UserError(
+            f"datum {number} has {unknown[0][:40]} in loss_fn_inputs, which {loss} does not read; it reads "
+            f"target_tokens, {', '.join(_INPUTS[loss])}: remove it."
+        )
     return Datum(tokens=tokens, targets=targets, inputs=inputs)
 
 

@@ -153,6 +153,7 @@ class Tenants:
             the largest of its maxima.
         """
         device = self._base.stages.step.device
+        self._check_counts([len(own) for own in batches.values()])
         counts = {number: torch.full((), targets[number], device=device) for number in batches}
         together = [number for number, own in batches.items() if self._joins[number] and can_join(own)]
         sums: dict[int, Tensor] = {}
@@ -199,14 +200,47 @@ class Tenants:
         is computed otherwise, apart from the others."""
         groups: list[list[Work]] = []
         open_groups: dict[bool, list[Work]] = {}
-        for one in work:
+        held: dict[bool, int] = {}
+        for one, size in zip(work, self._sizes(work), strict=True):
             head = self._trainings[one.tenant].plan.modules.adapter("lm_head") is not None
-            group = open_groups.get(head)
-            if group is None or sum(tokens_of(own.batch) for own in (*group, one)) > self._tokens:
+            group, held[head] = open_groups.get(head), held.get(head, 0) + size
+            if group is None or held[head] > self._tokens:
                 group = open_groups[head] = []
+                held[head] = size
                 groups.append(group)
             group.append(one)
         return groups
+
+    def _check_counts(self, own: Sequence[int]) -> None:
+        """Checks that ranks which send each other rows of experts have as many micro-batches. Collective there.
+
+        Args:
+            own: this rank's of each tenant.
+
+        Raises:
+            UserError: they have not.
+        """
+        mesh = self._base.mesh
+        if mesh.experts.ep.size == 1:
+            return
+        ends = torch.tensor([*own, *(-one for one in own)], device=self._base.stages.step.device)
+        all_reduce(ends, mesh.dp_cp, dist.ReduceOp.MAX)
+        most, least = ends.view(2, -1).tolist()
+        if any(first + last for first, last in zip(most, least, strict=True)):
+            raise UserError(
+                f"a run has {max(most)} micro-batches on one rank and fewer on another, but with parallel.expert above "
+                "1 each sends the others rows in every one: give all ranks as many."
+            )
+
+    def _sizes(self, work: Sequence[Work]) -> list[int]:
+        """Returns the tokens of each micro-batch: on the rank with the most, where ranks send each other rows of
+        experts, since these have to join the same ones. Collective there."""
+        own, mesh = [tokens_of(one.batch) for one in work], self._base.mesh
+        if mesh.experts.ep.size == 1:
+            return own
+        most = torch.tensor(own, device=self._base.stages.step.device)
+        sizes: list[int] = all_reduce(most, mesh.dp_cp, dist.ReduceOp.MAX).tolist()
+        return sizes
 
 
 def _not_yet(entries: Iterable[ShardEntry]) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config.run import RunConfig
-from engine.distributed.sharding import shard_of
+from engine.distributed.sharding import ShardSpec, shard_of
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training
@@ -58,11 +59,12 @@ APART: dict[str, Any] = {"rank": 2, "alpha": 4, "targets": ["o_proj", "router"]}
 
 
 def batches(number: int, step: int, rank: int = 0) -> list[Batch]:
-    """Two micro-batches, of documents and lengths that differ between tenants and ranks."""
+    """Two micro-batches, of documents and lengths that differ between tenants and ranks, and which two tensor ranks can
+    share."""
     seed = 1000 * rank + 100 * number + 10 * step
     return [
-        packed_batch([(9 + number, 12 - number + rank)], SMALLER["vocab_size"], seed),
-        packed_batch([(5, 7 + number + 2 * rank)], SMALLER["vocab_size"], seed + 1),
+        packed_batch([(9 + number, 13 - number + 2 * rank)], SMALLER["vocab_size"], seed),
+        packed_batch([(5 + number, 7 + number + 2 * rank)], SMALLER["vocab_size"], seed + 1),
     ]
 
 
@@ -76,26 +78,47 @@ def draw_factors(training: Training, number: int) -> None:
     training.optimizer.flat._start_from_parameters()
 
 
-def train_together(
-    runs: Sequence[tuple[int, RunConfig]], *, tokens: int = 120, steps: int = 3, rank: int = 0
-) -> dict[int, dict[str, Tensor]]:
-    """Trains these runs together, and returns each one's adapters on this rank.
+class Together:
+    """Runs that are trained together.
 
     Args:
         runs: number, by which its data differ, and configuration.
-        rank: of those with other data.
+        launch: of this rank; None for a lone one.
+        rank: of those with other data; None for the data of two of them.
     """
-    tenants = Tenants(runs[0][1], launched(), Log(1), tokens=tokens)
-    numbers = {number: tenants.add(config) for number, config in runs}
-    for number, own in numbers.items():
-        draw_factors(tenants[own], number)
-    data_ranks = tenants.base.mesh.dp.size
-    for step in range(steps):
-        every = [{own: batches(number, step, rank=one) for number, own in numbers.items()} for one in range(data_ranks)]
-        targets = {
-            own: float(sum(one.loss_weights_BS.sum() for given in every for one in given[own]))
-            for own in numbers.values()
-        }
-        for own, loss in tenants.gradients(every[rank], targets).items():
-            tenants.update(own, 1e-2, loss)
-    return {number: trained(tenants[own]) for number, own in numbers.items()}
+
+    def __init__(
+        self, runs: Sequence[tuple[int, RunConfig]], *, launch: Launch | None = None, rank: int | None = 0
+    ) -> None:
+        self.tenants = Tenants(runs[0][1], launch or launched(), Log(1), tokens=118)
+        self.numbers = {number: self.tenants.add(config) for number, config in runs}
+        for number, own in self.numbers.items():
+            draw_factors(self.tenants[own], number)
+        self._ranks = range(2) if rank is None else (rank,)
+        self._every = range(2) if rank is None else range(self.tenants.base.mesh.dp.size)
+
+    def add_gradients(self, step: int = 0) -> dict[int, Tensor]:
+        """Returns the losses of a step, by a tenant's place."""
+        given, targets = {}, {}
+        for number, own in self.numbers.items():
+            given[own] = [one for rank in self._ranks for one in batches(number, step, rank)]
+            everyone = [one for rank in self._every for one in batches(number, step, rank)]
+            targets[own] = float(sum(one.loss_weights_BS.sum() for one in everyone))
+        return self.tenants.gradients(given, targets)
+
+    def gradients(self) -> dict[int, dict[str, tuple[Tensor, ShardSpec]]]:
+        """Returns the gradients of a step, of each tensor's part on this rank."""
+        self.add_gradients()
+        found: dict[int, dict[str, tuple[Tensor, ShardSpec]]] = {}
+        for number, own in self.numbers.items():
+            self.tenants[own].reducer.finish()
+            entries = self.tenants[own].stages.entries()
+            found[number] = {one.name: (one.sink.buffer.clone(), one.spec) for one in entries if one.sink is not None}
+        return found
+
+    def train(self, steps: int = 3) -> dict[int, dict[str, Tensor]]:
+        """Returns what steps make of the adapters on this rank."""
+        for step in range(steps):
+            for own, loss in self.add_gradients(step).items():
+                self.tenants.update(own, 1e-2, loss)
+        return {number: trained(self.tenants[own]) for number, own in self.numbers.items()}

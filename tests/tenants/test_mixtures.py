@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.batch import Batch
-from engine.telemetry.log import Log
+from engine.config.parallel import ParallelOptions
+from engine.distributed.sharding import shard_of
+from engine.runtime.launch import Launch
 from engine.tenants import joined_batch, joint_pass, tenants
-from engine.tenants.tenants import Tenants
 from rankfold.benchmarking.small_run import write_small_run
+from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
-from tests.tenants.mixtures import ADAPTERS, APART, MODELS, batches, draw_factors, train_together
-from tests.tenants.test_shared_base import configs, launched
+from tests.tenants.mixtures import ADAPTERS, APART, MODELS, Together
+from tests.tenants.test_shared_base import configs
 
+LAYOUTS: list[dict[str, int]] = [
+    {"expert": 2},
+    {"tensor": 2},
+    {"tensor": 2, "expert": 2},
+    {"tensor": 2, "expert_tensor": 1},
+]
 CASES = [*((name, {}) for name in MODELS), ("qwen3 moe", {"base_dtype": "nf4"})]
 
 
@@ -36,10 +46,10 @@ def test_neighbours_change_no_bit(
         return joined_batch.join(parts)
 
     monkeypatch.setattr(joint_pass, "join", join)
-    together = train_together(runs)
+    together = Together(runs).train()
     assert max(map(len, joined)) >= 6 and {number for parts in joined for number in parts} == {0, 1, 2, 3, 4}
     for number, config in runs:
-        alone = train_together([(number, config)])[number]
+        alone = Together([(number, config)]).train()[number]
         assert alone.keys() == together[number].keys()
         for tensor, expected in alone.items():
             assert torch.equal(together[number][tensor], expected), (number, tensor)
@@ -49,22 +59,55 @@ def test_neighbours_change_no_bit(
 def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Bit for bit: that model makes the same products."""
     write_small_run(tmp_path, MODELS[name])
-    runs = configs(tmp_path, ADAPTERS)
-    together = Tenants(runs[0], launched(), Log(1), tokens=200)
-    for number, config in enumerate(runs):
-        assert together.add(config) == number
-        draw_factors(together[number], number)
-        together[number].stages.step.fill_(2 + number)  # a coordinate of dropout masks
+    together = Together(list(enumerate(configs(tmp_path, ADAPTERS))))
+    flats = [together.tenants[own].optimizer.flat for own in together.numbers.values()]
+    for number, own in together.numbers.items():
+        together.tenants[own].stages.step.fill_(2 + number)  # a coordinate of dropout masks
 
     def gradients() -> list[torch.Tensor]:
-        flats = [together[number].optimizer.flat for number in range(len(runs))]
         for flat in flats:
             flat.gradient.zero_()
-        given = {number: batches(number, 0) for number in range(len(runs))}
-        together.gradients(given, dict.fromkeys(given, 20.0))
+        together.add_gradients()
         return [flat.gradient.clone() for flat in flats]
 
     joined = gradients()
     monkeypatch.setattr(tenants, "can_join", lambda own: False)
     monkeypatch.setattr(joint_pass, "join", None)
     assert all(map(torch.equal, joined, gradients()))
+
+
+def _on_ranks(folder: str, layout: dict[str, int]) -> tuple[dict[int, float], list[str]]:
+    """Returns how far each tenant's gradients are from those of one rank, relative to their norm, and what differs
+    after steps from what it has alone on these ranks."""
+    launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
+    parallel = ParallelOptions(**layout, shard="none")
+    runs = [(number, replace(one, parallel=parallel)) for number, one in enumerate(configs(Path(folder), ADAPTERS))]
+    rank = launch.rank if parallel.tensor == 1 else None
+    expected = torch.load(f"{folder}/gradients.pt")
+    far = {}
+    for number, found in Together(runs, launch=launch, rank=rank).gradients().items():
+        parts = {name: shard_of(expected[number][name], spec) for name, (_, spec) in found.items()}
+        distance = sum(float((found[name][0] - part).square().sum()) for name, part in parts.items())
+        far[number] = (distance / sum(float(part.square().sum()) for part in parts.values())) ** 0.5
+    differ = []
+    together = Together(runs, launch=launch, rank=rank).train(2) if parallel.tensor == 1 else {}
+    for number in (1, 2) if together else ():  # those with dropout, of which one shares factors
+        found = together[number]
+        alone = Together(runs[number : number + 1], launch=launch, rank=rank).train(2)[number]
+        assert alone.keys() == found.keys()
+        differ += [f"{number}: {name}" for name, tensor in alone.items() if not torch.equal(found[name], tensor)]
+    return far, differ
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, quick=LAYOUTS[:1]), ids=str)
+def test_on_two_ranks(tmp_path: Path, layout: dict[str, int]) -> None:
+    """Tensor ranks add up parts of sums which depend on where a tenant's tokens lie; expert ranks do not."""
+    write_small_run(tmp_path, MODELS["qwen2 moe"])
+    one_rank = Together(list(enumerate(configs(tmp_path, ADAPTERS))), rank=None).gradients()
+    torch.save(
+        {n: {name: one for name, (one, _) in own.items()} for n, own in one_rank.items()}, tmp_path / "gradients.pt"
+    )
+    for far, differ in spawn(_on_ranks, world=2, args=(str(tmp_path), layout)):
+        assert far.keys() == one_rank.keys() and max(far.values()) < 1e-6, far
+        assert not differ, differ

@@ -158,6 +158,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     names = [one for one in (arguments.name, str(arguments.model)) if one is not None]
     model = ServedModel(
         path=arguments.model,
+        name=names[0],
         dtype=arguments.dtype or "float32",
         base_dtype=arguments.base_dtype,
         kernels=arguments.kernels,

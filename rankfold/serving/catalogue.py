@@ -151,6 +151,9 @@ class Catalogue:
             shutil.rmtree(file, ignore_errors=True)
         else:
             file.unlink(missing_ok=True)
+        for archive in self._folder.archives(path).glob(f"{path.kind}-{path.name}-*.tar"):
+            if archive.name.rpartition("-")[0] == f"{path.kind}-{path.name}":
+                archive.unlink(missing_ok=True)
         with self._journal.turn() as base:
             base.execute("DELETE FROM checkpoints WHERE path = ?", (str(path),))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
+import time
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -10,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
-from rankfold.serving.catalogue import Checkpoint
+from rankfold.serving.catalogue import Checkpoint, timestamp
 from rankfold.serving.commands import read_expiry, text_of, whole_of
 from rankfold.serving.pages import cut, page_of
 from rankfold.serving.service import MAX_SEQ, Call, Service
@@ -38,6 +41,8 @@ class CheckpointCalls:
             Call("POST", f"{_ONE}/publish", self._publish),
             Call("DELETE", f"{_ONE}/publish", self._unpublish),
             Call("PUT", f"{_ONE}/ttl", self._set_expiry),
+            Call("GET", f"{_ONE}/archive", self._archive),
+            Call("GET", f"{_ONE}/external_weights_urls", self._urls),
             Call("POST", "copy_weights", self._copy),
         ]
 
@@ -84,6 +89,40 @@ class CheckpointCalls:
         _, asked = await self._service.json(request)
         self._service.catalogue.set_expiry(self._own(request, owner), read_expiry(asked))
         return JSONResponse({})
+
+    def _readable(self, request: Request, owner: str) -> Checkpoint:
+        run, kind, name = (request.path_params[one] for one in ("run", "kind", "name"))
+        return self._service.weights(f"tinker://{run}/{kind}/{name}", owner)
+
+    async def _urls(self, request: Request, owner: str) -> Response:
+        weights = self._readable(request, owner)
+        if weights.path.kind != "external_weights":
+            raise UserError(f"{weights.path} is no adapter to download: save one with save_weights_external.")
+        signed = self._service.signed
+        files = sorted(self._service.folder.saved(weights.path).iterdir())
+        urls = {file.name: signed.url(request, file) for file in files}
+        return JSONResponse({"urls": urls, "expires": timestamp(signed.expiry())})
+
+    async def _archive(self, request: Request, owner: str) -> Response:
+        """Answers where an archive of saved weights is, which is written when it is asked for the first time."""
+        service, weights = self._service, self._readable(request, owner)
+        if weights.path.kind == "external_weights":
+            raise UserError(f"{weights.path} has files of its own: ask for their external_weights_urls.")
+        file = service.folder.archive(weights.path, weights.made)
+        if not file.is_file():
+            body = json.dumps({"path": str(weights.path), "made": weights.made}).encode()
+            name = f"{weights.path}:{weights.made:.6f}:archive"
+            service.take("archive", body, weights.owner, str(weights.path), None, name=name)
+            ends = time.monotonic() + service.limits.poll_seconds
+            while (command := service.journal.command(name)) is not None and command.status == "waiting":
+                if time.monotonic() > ends:
+                    raise HTTPException(503, "the archive is being written: ask again in a minute.")
+                await asyncio.sleep(0.05)
+            if command is not None and command.status == "failed":
+                raise HTTPException(400, json.loads(command.result or b"{}").get("error", "it could not be written."))
+            if not file.is_file():
+                raise HTTPException(404, f"the archive of {weights.path} is gone: save the weights again.")
+        return JSONResponse({"url": service.signed.url(request, file), "expires": timestamp(service.signed.expiry())})
 
     async def _copy(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)

@@ -19,10 +19,10 @@ from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Command, Damaged, Journal, NotWritten, Status
 from rankfold.serving.standstill import Ended, Standstill
 
-_WRITING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+_SAVING = ("save_weights", "save_weights_for_sampler", "save_weights_external", "archive")
+"""Kinds that a key's limit on its bytes refuses; steps write the file of a model anew, which stays as large."""
+_WRITING = ("create_model", "optim_step", "load_weights", *_SAVING)
 """Kinds of commands that write a file."""
-_SAVING = ("save_weights", "save_weights_for_sampler")
-"""Those of them that a key's limit on its bytes refuses; steps write the file of a model anew, which stays as large."""
 
 _USAGE_SECONDS = 1.0
 """How often the backend is asked what it holds, at most."""

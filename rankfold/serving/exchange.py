@@ -22,6 +22,7 @@ class ServedModel:
 
     Args:
         path: folder of the checkpoint.
+        name: of the base, as clients give it; "" for the folder.
         dtype: of weights and arithmetic.
         base_dtype: storage of the frozen linears; None for `dtype`.
         kernels: backend of the ops.
@@ -34,6 +35,7 @@ class ServedModel:
     """
 
     path: Path
+    name: str = ""
     dtype: DType
     base_dtype: BaseDType | None = None
     kernels: Kernels = "auto"

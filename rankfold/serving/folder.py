@@ -5,6 +5,8 @@
     models/MODEL.safetensors                    each live model as of its last optimizer step
     weights/MODEL/NAME.safetensors              what save_weights saved
     sampler_weights/MODEL/NAME.safetensors      what save_weights_for_sampler saved
+    external_weights/MODEL/NAME/                what save_weights_external saved: a PEFT adapter
+    archives/MODEL/KIND-NAME-TIME.tar           saved weights as a PEFT adapter, once they were asked for
     losses/LOSS.json                            what create_custom_loss sent
 
 A colon in a model's name is an underscore in that of a file.
@@ -63,7 +65,9 @@ class ServerFolder:
         return self.root / "models" / f"{_file_name(model)}.safetensors"
 
     def saved(self, path: Saved) -> Path:
-        """Returns the file of saved weights."""
+        """Returns the file of saved weights, or the folder of an adapter to download."""
+        if path.kind == "external_weights":
+            return self.root / path.kind / _file_name(path.model) / path.name
         return self.root / path.kind / _file_name(path.model) / f"{path.name}.safetensors"
 
     def model_bytes(self, model: str) -> int:
@@ -80,6 +84,18 @@ class ServerFolder:
     def unnamed(self, model: str, seq: int) -> Saved:
         """Returns the path of weights that a client saves for a sampler without a name."""
         return Saved(model=model, kind="sampler_weights", name=f"{_UNNAMED}{seq}")
+
+    def archive(self, path: Saved, made: float) -> Path:
+        """Returns the archive of saved weights as a PEFT adapter.
+
+        Args:
+            made: when they were saved, as they may be saved anew.
+        """
+        return self.archives(path) / f"{path.kind}-{path.name}-{made:.6f}.tar"
+
+    def archives(self, path: Saved) -> Path:
+        """Returns the folder of the archives of a model's weights."""
+        return self.root / "archives" / _file_name(path.model)
 
     def inflight(self, model: str) -> Saved:
         """Returns the path of the weights that all of a model's samplers follow that are of the kind inflight."""

@@ -43,6 +43,7 @@ class Front:
         calls = [call for part in (*(kind(service) for kind in kinds), self._futures) for call in part.calls()]
         routes = [Route(f"{_ROOT}/{path}", self._guarded(handler), methods=[method]) for method, path, handler in calls]
         routes.append(Route(f"{_ROOT}/healthz", _healthy, methods=["GET"]))
+        routes.append(Route(f"{_ROOT}/files/{{expires}}/{{signature}}/{{name:path}}", service.signed.download))
         routes += self._watching.routes()
         app = Starlette(
             routes=routes, exception_handlers={HTTPException: _refusal, NotWritten: _no_room, Damaged: _damage}

@@ -43,6 +43,7 @@ class ModelCalls:
             Call("POST", "optim_step", self._of_model("optim_step")),
             Call("POST", "save_weights", self._of_model("save_weights")),
             Call("POST", "save_weights_for_sampler", self._save_for_sampler),
+            Call("POST", "save_weights_external", self._of_model("save_weights_external")),
             Call("POST", "load_weights", self._load),
             Call("POST", "unload_model", self._unload),
         ]
@@ -93,7 +94,7 @@ class ModelCalls:
         async def take(request: Request, owner: str) -> Response:
             body, asked = await self._service.json(request)
             model = self._service.model(text_of(asked, "model_id"), owner)
-            if kind == "save_weights":
+            if kind.startswith("save_weights"):
                 self._check_save(asked)
             return self._service.take(kind, body, owner, model.id, whole_of(asked, "seq_id", 1, MAX_SEQ))
 
@@ -103,6 +104,11 @@ class ModelCalls:
         """Refuses what no execution would take, and makes way for a name whose weights have expired."""
         read_expiry(asked)
         read_metadata(asked)
+        if asked.get("age_encryption_recipients"):
+            raise UserError(
+                "age_encryption_recipients is set, but files are not encrypted here: leave it out, and encrypt what is "
+                "downloaded."
+            )
         assert self._service.dispatcher is not None
         self._service.dispatcher.between(self._service.catalogue.delete_expired)
 

@@ -29,6 +29,7 @@ from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.figures import Figures
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Journal, Model
+from rankfold.serving.signed_files import SignedFiles
 
 MAX_SEQ = 2**31 - 1
 """The largest number that a client gives a model, sampler or request."""
@@ -106,6 +107,7 @@ class Service:
         self.names, self.context, self.limits = tuple(names), context, limits
         self.journal, self.folder = journal, folder
         self.catalogue = Catalogue(journal, folder)
+        self.signed = SignedFiles(folder.root)
         self.dispatcher: Dispatcher | None = None
         self.figures = Figures()
         self._room = ByteRoom(limits.arriving_bytes)

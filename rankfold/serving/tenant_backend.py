@@ -24,6 +24,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.process_memory import resident_bytes, total_memory_bytes
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training
+from engine.training.gathering import gather_whole
 from rankfold.serving.adapter_file import Written, read_adapter, read_written, write_adapter
 from rankfold.serving.answers import forward_backward_answer
 from rankfold.serving.commands import (
@@ -44,6 +45,7 @@ from rankfold.serving.figures import Usage
 from rankfold.serving.folder import ServerFolder, sampler_of
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import TokenInputs, loss_and_metrics
+from rankfold.serving.peft_files import read_tensors, write_archive, write_folder, written_by
 from rankfold.serving.protobuf import encode
 from rankfold.serving.ranks import Ranks
 from rankfold.serving.residents import Residents
@@ -109,6 +111,8 @@ class TenantBackend:
             "optim_step": self._step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
+            "save_weights_external": self._save_external,
+            "archive": self._archive,
             "load_weights": self._load,
             "unload_model": self._unload,
             "create_custom_loss": self._traced.create,
@@ -305,6 +309,44 @@ class TenantBackend:
         expires, metadata = read_expiry(request), read_metadata(request)
         return replace(done, saved=SavedWeights(path=str(saved), num_bytes=size, expires=expires, metadata=metadata))
 
+    def _save_external(self, task: Task) -> Outcome:
+        """Saves a model as a PEFT adapter."""
+        request = read_json(task.body)
+        saved = Saved(model=task.target, kind="external_weights", name=read_name(request, f"seq-{task.seq}"))
+        folder = self._folder.saved(saved)
+
+        def make_way() -> None:
+            if written_by(folder) not in (None, task.request):
+                raise UserError(f"{saved} is there already: save under another name.")
+
+        self.ranks.decided(make_way)
+        training = self._training(task.target)
+        tensors = gather_whole(training, training.optimizer.flat.master_shards())
+        adapter = self._residents.adapter(task.target)
+        size = self.ranks.decided(lambda: self._write_peft(folder, tensors, adapter, task.request))
+        done = success(task.request, {"path": str(saved), "size_bytes": size, "type": task.kind})
+        expires, metadata = read_expiry(request), read_metadata(request)
+        return replace(done, saved=SavedWeights(path=str(saved), num_bytes=size, expires=expires, metadata=metadata))
+
+    def _archive(self, task: Task) -> Outcome:
+        """Writes an archive of saved weights as a PEFT adapter."""
+        request = read_json(task.body)
+        saved, made = read_path(request["path"]), float(request["made"])
+        archive = self._folder.archive(saved, made)
+
+        def write() -> None:
+            path, written = self._saved(saved)
+            folder = archive.with_suffix("")
+            self._write_peft(folder, read_tensors(path), written.adapter, task.request)
+            write_archive(archive, folder)
+
+        self.ranks.decided(write)
+        return success(task.request, {"path": str(saved), "type": task.kind})
+
+    def _write_peft(self, folder: Path, tensors: Mapping[str, Tensor], adapter: Adapter, request: str) -> int:
+        lora, model = self._config(adapter).lora, self._tenants.base.source.model
+        return write_folder(folder, tensors, lora, model, self._options.name or str(self._options.path), request)
+
     def _load(self, task: Task) -> Outcome:
         request = read_json(task.body)
         saved, optimizer = read_path(request.get("path")), request.get("optimizer") is True
@@ -386,7 +428,7 @@ def _quarter(launch: Launch) -> float:
     return total_memory_bytes() / 4
 
 
-_COPIES = ("save_weights", "save_weights_for_sampler", "create_custom_loss")
+_COPIES = ("save_weights", "save_weights_for_sampler", "save_weights_external", "archive", "create_custom_loss")
 """Commands that change files alone."""
 
 

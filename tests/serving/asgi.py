@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,9 +30,10 @@ async def ask(
     headers: dict[str, str] | None = None,
     method: str | None = None,
     root: str = "/api/v1/",
+    stays: bool = False,
 ) -> Answer:
     """Sends a GET without a body, else a POST, unless `method` says another; a body of several parts arrives in
-    these."""
+    these. The client is gone then, unless it `stays` for an answer in several parts."""
     path, _, query = path.partition("?")
     data = json.dumps(body).encode() if isinstance(body, dict) else body
     parts = [b""] if data is None else [data] if isinstance(data, bytes) else [*data]
@@ -47,6 +49,8 @@ async def ask(
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
+        if stays and not waiting:
+            await asyncio.sleep(60)
         return waiting.pop(0) if waiting else {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rankfold.serving.attempts import Attempts
-from rankfold.serving.commands import Adapter, read_expiry, read_metadata
+from rankfold.serving.commands import Adapter, Saved, read_expiry, read_metadata, read_path
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import BackendLost, Outcome, Restored, SavedWeights, Task, failure, success
 from rankfold.serving.folder import ServerFolder
@@ -70,18 +70,23 @@ class StandIn:
         if b"refuse" in task.body:
             return failure(task.request, "it was refused.")
         saved = None
-        if task.kind == "save_weights":
-            name = json.loads(task.body)["path"]
-            path = self.folder.root / "weights" / task.target.replace(":", "_") / f"{name}.safetensors"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(b"")
+        if task.kind in ("save_weights", "save_weights_external"):
             body = json.loads(task.body)
-            saved = SavedWeights(
-                path=f"tinker://{task.target}/weights/{name}",
-                num_bytes=7,
-                expires=read_expiry(body),
-                metadata=read_metadata(body),
-            )
+            kind = "weights" if task.kind == "save_weights" else "external_weights"
+            own = Saved(model=task.target, kind=kind, name=body["path"])
+            path = self.folder.saved(own)
+            if kind == "external_weights":
+                path.mkdir(parents=True, exist_ok=True)
+                (path / "adapter_model.safetensors").write_bytes(b"adapter")
+            else:
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(b"")
+            saved = SavedWeights(path=str(own), num_bytes=7, expires=read_expiry(body), metadata=read_metadata(body))
+        if task.kind == "archive":
+            body = json.loads(task.body)
+            path = self.folder.archive(read_path(body["path"]), body["made"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"archive")
         padding = {"padding": self.padding} if self.padding else {}
         made = ADAPTER if task.kind == "create_model" else None
         outcome = success(task.request, {"executed": task.request, **padding}, made)

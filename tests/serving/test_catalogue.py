@@ -177,3 +177,47 @@ def test_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not file.exists()
 
     served(tmp_path, use)
+
+
+def test_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(server: Served) -> None:
+        model = await trained(server)
+        of_model = f"training_runs/{model}/checkpoints"
+
+        async def download(url: str) -> Any:
+            prefix = "http://127.0.0.1:2/api/v1/"
+            assert url.startswith(prefix)
+            return await server.ask(url.removeprefix(prefix), key="", stays=True)
+
+        answers = [(await server.ask(f"{of_model}/weights/one/archive")).json for _ in range(2)]
+        assert server.backend.names.count(server.backend.names[-1]) == 1, "it is written once"
+        assert (await download(answers[0]["url"])).body == b"archive" and "T" in answers[0]["expires"]
+        assert (await server.ask(f"{of_model}/weights/one/archive", key=OTHER_KEY)).status == 404
+        assert (await server.ask(f"{of_model}/weights/one/external_weights_urls")).status == 400
+
+        external = {"model_id": model, "seq_id": 2, "path": "two"}
+        encrypted = {**external, "age_encryption_recipients": ["age1"]}
+        assert "not encrypted here" in (await server.ask("save_weights_external", encrypted)).json["detail"]
+        await server.ask("save_weights_external", external)
+        await server.result(f"{model}:2")
+        urls = (await server.ask(f"{of_model}/external_weights/two/external_weights_urls")).json["urls"]
+        url = urls["adapter_model.safetensors"]
+        assert (await download(url)).body == b"adapter"
+        path = f"tinker://{model}/external_weights/two"
+        session = await server.session()
+        for where, body in (
+            ("load_weights", {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}),
+            ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}),
+        ):
+            assert "an adapter to download" in (await server.ask(where, body)).json["detail"]
+        for wrong in (url.replace("external_weights", "weights"), url.replace("/files/", "/files/9"), f"{url}/../x"):
+            assert (await download(wrong)).status == 403, wrong
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3700)
+        assert "not good any more" in (await download(url)).json["detail"]
+        monkeypatch.undo()
+        for name in ("weights/one", "external_weights/two"):
+            await server.ask(f"{of_model}/{name}", method="DELETE")
+        assert (await download(url)).status == (await download(answers[0]["url"])).status == 404
+
+    served(tmp_path, use)

@@ -19,8 +19,10 @@ from engine.telemetry.log import Log
 from rankfold.serving.commands import Saved
 from rankfold.serving.exchange import Outcome, ServedModel, Task
 from rankfold.serving.folder import ServerFolder
+from rankfold.serving.protobuf import encode
 from rankfold.serving.tenant_backend import TenantBackend
-from tests.serving.bodies import adam, forward_backward, random_datum, read_output, read_samples, sample
+from tests.serving.bodies import adam, datum, forward_backward, random_datum, read_output, read_samples, sample
+from tests.serving.traced import traced
 from tests.tenants.test_shared_base import SMALLER
 
 
@@ -38,8 +40,16 @@ CLIENTS = {
     "s:train:2": Client({"rank": 8, "seed": 5, "train_mlp": False}, "ppo", {"clip_low_threshold": 0.9}),
     "s:train:3": Client({"rank": 16, "seed": 6, "train_attn": False, "train_unembed": False}, "gspo"),
     "s:train:4": Client({"rank": 64, "seed": 7}, "dro", {"beta": 0.1}),
+    "s:train:5": Client({"rank": 2, "seed": 1}, "custom"),
 }
-"""Five models with ranks, parts, seeds and losses of their own."""
+"""Models with ranks, parts, seeds and losses of their own; the last one with a traced loss and two targets a token."""
+_LOSS = "s:loss:0"
+_ASKED = {"topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 2, "prompt_logprobs": True}
+
+
+def _soft(logprobs: Tensor, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = -(logprobs * wanted).sum()
+    return loss, {"custom/wanted:mean": wanted.mean()}
 
 
 class Layout(NamedTuple):
@@ -82,10 +92,13 @@ class Served:
     def do(self, kind: str, bodies: Mapping[str, bytes]) -> list[Outcome]:
         """Executes a command of some models at once."""
         outcomes = self.backend.execute([self.task(model, kind, body) for model, body in bodies.items()])
-        assert all(one.good for one in outcomes), outcomes
+        assert all(one.good for one in outcomes), [one.body for one in outcomes if not one.good]
         return outcomes
 
     def create(self, models: Sequence[str]) -> None:
+        body = json.dumps({"session_id": "s", **traced(_soft, logprobs=2, wanted=2)}).encode()
+        task = Task(request=_LOSS, kind="create_custom_loss", target=_LOSS, seq=0, body=body)
+        assert self.backend.execute([task])[0].good
         for model in models:
             self.do("create_model", {model: json.dumps({"lora_config": dict(CLIENTS[model].lora)}).encode()})
 
@@ -102,27 +115,36 @@ class Served:
         """Returns a forward_backward request of a step."""
         client, number = CLIENTS[model], int(model[-1])
         more = {} if client.loss == "cross_entropy" else {"logprobs": -4.0, "advantages": 0.7}
-        lengths = (11, 25, 17, 3 + number)
-        data = [
-            random_datum(
-                one, 1000 * number + 10 * step + place, SMALLER["vocab_size"],
-                **{name: [value] * one for name, value in more.items()},
-            )
-            for place, one in enumerate(lengths)
-        ]  # fmt: skip
-        return forward_backward(model, self.seq[model], data, client.loss, **client.numbers)
+        data = []
+        for place, length in enumerate((11, 25, 17, 3 + number)):
+            seed = 1000 * number + 10 * step + place
+            if client.loss == "custom":
+                drawn = np.random.default_rng(seed)
+                ids, targets = (drawn.integers(3, SMALLER["vocab_size"], size) for size in (length, (length, 2)))
+                data.append(datum(ids.tolist(), targets, wanted=drawn.random((length, 2))))
+            else:
+                inputs = {name: [value] * length for name, value in more.items()}
+                data.append(random_datum(length, seed, SMALLER["vocab_size"], **inputs))
+        if client.loss != "custom":
+            return forward_backward(model, self.seq[model], data, client.loss, **client.numbers)
+        message = {
+            "model_id": model, "seq_id": self.seq[model], "data": data, "loss_fn": "custom",
+            "loss_fn_config_v2": {"loss_id": {"text": _LOSS}},
+        }  # fmt: skip
+        return encode("ForwardBackwardRequest", message)
 
     def scored(self, model: str) -> Any:
-        """Returns samples of a model's weights as they are, with the scores of the prompt and those of training."""
+        """Returns samples of a model's weights as they are, and the whole answer, which has scores."""
         body = json.dumps({"path": f"a{self.seq[model]}"}).encode()
         (saved,) = self.do("save_weights_for_sampler", {model: body})
         path = json.loads(saved.body)["path"]
-        body = sample("t", 0, [5, 6, 7], 3, max_tokens=6, seed=8, stop=[], prompt_logprobs=True)
+        asked = sample("t", 0, [5, 6, 7], 3, max_tokens=6, seed=8, stop=[])
+        body = json.dumps({**json.loads(asked), **_ASKED}).encode()
         task = Task(request="t:0", kind="asample", target=path, seq=0, body=body)
         (outcome,) = self.backend.execute([task])
         assert outcome.good, outcome
-        sequences, scores = read_samples(outcome.body) if self.backend.ranks.is_first else ([], [])
-        return sequences, scores[1:]  # the first token has none
+        sequences, _ = read_samples(outcome.body) if self.backend.ranks.is_first else ([], [])
+        return sequences, outcome.body
 
 
 def trained_in(base: Path, state: Path, layout: Layout, models: Sequence[str], steps: Sequence[int]) -> Any:
@@ -152,7 +174,7 @@ def trained_in(base: Path, state: Path, layout: Layout, models: Sequence[str], s
     if not served.backend.ranks.is_first:
         return None
     losses = [loss for loss, _ in served.answers]
-    logps = [torch.from_numpy(np.concatenate(own)) for _, own in served.answers]
+    logps = [torch.from_numpy(np.concatenate(own).copy()) for _, own in served.answers]
     return {"losses": losses, "logps": logps, "samples": samples, "again": again}
 
 

@@ -79,8 +79,14 @@ def write_adapter(
     ranks.decided(write)
 
 
-def read_written(path: Path) -> Written | None:
+_ADVICE = "save the weights again"
+
+
+def read_written(path: Path, advice: str = _ADVICE) -> Written | None:
     """Returns what a file says; None where it is not there.
+
+    Args:
+        advice: what to do where it is damaged.
 
     Raises:
         UserError: it is damaged.
@@ -92,7 +98,7 @@ def read_written(path: Path) -> Written | None:
             said = json.loads((file.metadata() or {})["rankfold"])
         return Written(**{**said, "adapter": Adapter(**said["adapter"])})
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): save the weights again.") from None
+        raise UserError(f"{path} is damaged ({error}): {advice}.") from None
 
 
 def read_adapter(path: Path, training: Training, ranks: Ranks, written: Written, *, optimizer: bool) -> None:
@@ -136,7 +142,7 @@ def _read(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor
         with safe_open(path, "pt") as file:
             found = {name: file.get_tensor(name) for name in shapes}
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise UserError(f"{path} is damaged ({error}): save the weights again.") from None
+        raise UserError(f"{path} is damaged ({error}): {_ADVICE}.") from None
     for name, shape in shapes.items():
         if tuple(found[name].shape) != shape:
             raise UserError(

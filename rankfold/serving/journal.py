@@ -435,8 +435,18 @@ class Journal:
             )
 
     def add_sampler(self, sampler: str, session: str, owner: str, path: str | None) -> None:
-        """Writes a sampler down; does nothing where it is there."""
+        """Writes a sampler down, unless it has been already.
+
+        Raises:
+            AnotherRequest: one of that name has other weights.
+        """
         with self.turn() as base:
+            row = base.execute("SELECT path FROM samplers WHERE id = ?", (sampler,)).fetchone()
+            if row is not None and row[0] != path:
+                raise AnotherRequest(
+                    f"{sampler} has the weights {row[0] or 'of the base'}: give each sampler of a session a number of "
+                    "its own."
+                )
             base.execute(
                 "INSERT OR IGNORE INTO samplers (id, session, owner, path) VALUES (?, ?, ?, ?)",
                 (sampler, session, owner, path),

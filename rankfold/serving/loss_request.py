@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +38,7 @@ _NUMBERS = {
 }
 _SEVERAL = ("cross_entropy", CUSTOM)
 """Losses that take several targets of a token."""
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _ALL_CELLS = 1 << 24
 """Elements of the targets of a request, at most."""
 
@@ -129,10 +129,10 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
     if texts:
         raise UserError(f"loss_fn_config has a text for {min(texts)[:40]}, but {loss} takes numbers alone: remove it.")
     for name, number in numbers.items():
-        if name not in _NUMBERS.get(loss, ()) or not 0 <= number < math.inf:
+        if name not in _NUMBERS.get(loss, ()) or not 0 <= number <= _FLOAT32_MAX:
             known = ", ".join(_NUMBERS.get(loss, ())) or "nothing"
             raise UserError(
-                f"loss_fn_config has {name[:40]} = {number:g}, but {loss} takes {known}, of 0 or more: leave it out."
+                f"loss_fn_config has {name[:40]} = {number:g}, but {loss} takes {known}, of 0 to 3e38: leave it out."
             )
     data = message.get("data", [])
     if not data:

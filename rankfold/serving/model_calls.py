@@ -118,13 +118,12 @@ class ModelCalls:
         seq = whole_of(asked, "seq_id", 1, MAX_SEQ)
         self._check_save(asked)
         follows = read_follows(asked)
-        answer = self._service.take("save_weights_for_sampler", body, owner, model.id, seq)
-        if asked.get("path") is None:
+        if asked.get("path") is None:  # first: a sampler without weights is refused, one without a name is lost
             number = whole_of(asked, "sampling_session_seq_id", 0, MAX_SEQ)
             folder = self._service.folder
             path = folder.inflight(model.id) if follows else folder.unnamed(model.id, seq)
             self._service.journal.add_sampler(sampler_of(model.id, number), model.session, owner, str(path))
-        return answer
+        return self._service.take("save_weights_for_sampler", body, owner, model.id, seq)
 
     async def _load(self, request: Request, owner: str) -> Response:
         body, asked = await self._service.json(request)

@@ -8,6 +8,7 @@ again, each on its own, so that it is seen at whose execution the process ends. 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -55,7 +56,11 @@ class Supervised:
         self._ends = True
 
     def restore(self, model: str) -> Restored | None:
-        """Makes a model again from its file, with the gradients that were added since; None where there is no file."""
+        """Makes a model again from its file, with the gradients that were added since; None where there is no file.
+
+        Raises:
+            UserError: its file is damaged, or a gradient cannot be made again.
+        """
         restored = self._backend.restore(model)
         if restored is not None:
             for command in self._journal.since(model, restored.seq):
@@ -64,7 +69,13 @@ class Supervised:
                         request=command.request, kind=command.kind, target=model, seq=command.seq or 0,
                         body=command.body,
                     )  # fmt: skip
-                    self._backend.execute([task])
+                    (outcome,) = self._backend.execute([task])
+                    if not outcome.good:
+                        reason = json.loads(outcome.body)["error"].rstrip(".")
+                        raise UserError(
+                            f"{command.request}, whose gradient model {model} has, cannot be executed again "
+                            f"({reason}): start the server as it was started then."
+                        )
         return restored
 
     def execute(self, tasks: Sequence[Task]) -> list[Outcome]:

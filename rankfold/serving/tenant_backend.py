@@ -97,7 +97,7 @@ class TenantBackend:
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
         path = self._folder.model(model)
-        written = self.ranks.decided(lambda: read_written(path))
+        written = self.ranks.decided(lambda: read_written(path, _LOST_MODEL))
         if written is None:
             return None
         self._residents.note(model, written.adapter)
@@ -282,9 +282,10 @@ class TenantBackend:
         path = self._folder.saved(saved)
 
         def make_way() -> None:
-            there = read_written(path)
-            replaces = follows or request.get("overwrite") is True
-            if there is not None and there.request != task.request and not replaces:
+            if follows or request.get("overwrite") is True:  # also what is damaged
+                return
+            there = read_written(path, "save under another name, or set overwrite to true")
+            if there is not None and there.request != task.request:
                 raise UserError(f"{saved} is there already: save under another name, or set overwrite to true.")
 
         def finish() -> int:
@@ -382,7 +383,8 @@ class TenantBackend:
         return path, written
 
     def _unload(self, task: Task) -> Outcome:
-        self._residents.remove(task.target)
+        if task.target in self._residents:  # else the process ended after its file was deleted
+            self._residents.remove(task.target)
         self.ranks.decided(lambda: self._folder.model(task.target).unlink(missing_ok=True))
         return success(task.request, {"model_id": task.target, "type": "unload_model"})
 
@@ -428,6 +430,8 @@ def _quarter(launch: Launch) -> float:
     return total_memory_bytes() / 4
 
 
+_LOST_MODEL = "restore it from a copy, or delete it, which gives its model up, and the others go on"
+"""What is to be done where the file of a model is damaged."""
 _COPIES = ("save_weights", "save_weights_for_sampler", "save_weights_external", "archive", "create_custom_loss")
 """Commands that change files alone."""
 

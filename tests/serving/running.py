@@ -82,7 +82,7 @@ class RunningServer:
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             with suppress(OSError):  # a thread that has ended
                 found += [int(one) for one in (task / "children").read_text().split()]
-        return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in found if b"spawn_main" in _command_line(pid)]
 
     def stop(self) -> int:
         """Ends the server in order; returns its exit status."""
@@ -105,3 +105,10 @@ class RunningServer:
         while (found := self.ask("retrieve_future", {"request_id": name})).status == 408:
             pass
         return found
+
+
+def _command_line(pid: int) -> bytes:
+    """The words of a process; none once it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

@@ -15,7 +15,7 @@ import pytest
 
 from engine.errors import UserError
 from rankfold.serving.attempts import MOST, Attempts
-from rankfold.serving.exchange import BackendLost, Outcome, Restored, Task, success
+from rankfold.serving.exchange import BackendLost, Outcome, Restored, Task, failure, success
 from rankfold.serving.journal import Damaged, Journal, NotWritten
 from tests.serving.bodies import adam, forward_backward, sample
 
@@ -32,6 +32,7 @@ class Mortal(StandIn):
         self.starts = 0
         self.poison = b"poison"
         self.dies_after = ""  # a request that is executed without an answer, once
+        self.refuses = False  # what is executed for the second time
         self.memory: dict[str, list[str]] = {}
         self.disk: dict[str, tuple[int, list[str]]] = {}
 
@@ -49,6 +50,8 @@ class Mortal(StandIn):
     def execute(self, tasks: Sequence[Task]) -> list[Outcome]:
         if any(self.poison in task.body for task in tasks):
             raise BackendLost("the process has ended")
+        if self.refuses and tasks[0].request in self.names:
+            return [failure(task.request, "no such thing.") for task in tasks]
         for task in tasks:
             if task.kind != "asample":
                 self.memory.setdefault(task.target, []).append(task.request)
@@ -287,5 +290,38 @@ def test_damage_that_is_met_later_is_a_sentence(tmp_path: Path) -> None:
             server.journal.model(model, "a")
         body = sample(f"{session}:sample:0", 0, [3])
         assert json.loads(body) and (await server.ask("asample", body)).status in (404, 503)
+
+    served(tmp_path, use)
+
+
+def test_a_gradient_that_cannot_be_made_again_is_not_left_out(tmp_path: Path) -> None:
+    async def use(server: Served) -> None:
+        backend = mortal(server)
+        model = (await server.create(await server.session())).json["model_id"]
+        await server.ask("forward_backward", forward_backward(model, 1, data()))
+        await server.result(f"{model}:1")
+        backend.refuses = True
+        backend.dies_after = f"{model}:2"
+        await server.ask("forward_backward", forward_backward(model, 2, data()))
+        while not server.lost:
+            await asyncio.sleep(0.01)
+        assert server.lost[0].startswith(f"{model}:1, whose gradient model {model} has, cannot be executed again (no")
+
+    served(tmp_path, use, poll_seconds=0.05)
+
+
+def test_a_sampler_keeps_its_weights(tmp_path: Path) -> None:
+    async def use(server: Served) -> None:
+        session = await server.session()
+        model = (await server.create(session)).json["model_id"]
+        body = {"model_id": model, "sampling_session_seq_id": 0}
+        for _ in range(2):
+            assert (await server.ask("save_weights_for_sampler", {**body, "seq_id": 1})).status == 200
+        other = await server.ask("save_weights_for_sampler", {**body, "seq_id": 2})
+        assert other.status == 409 and "give each sampler of a session a number" in other.json["detail"]
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        assert (await server.ask("create_sampling_session", base)).status == 409
+        without = await server.ask("save_weights_for_sampler", {"model_id": model, "seq_id": 2})
+        assert without.status == 400 and server.journal.command(f"{model}:2") is None, "nothing was promised"
 
     served(tmp_path, use)

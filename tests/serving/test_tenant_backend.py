@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from rankfold.serving.commands import Saved
 from tests.serving.bodies import adam, datum, forward_backward, random_datum, read_output, read_samples, sample
 from tests.serving.clients import MODEL, OTHER, THIRD, VOCAB, Client, peft_model, peft_tensors, write_base
 
@@ -273,6 +274,12 @@ WRONG: tuple[tuple[str, bytes, str], ...] = (
 )
 
 
+def test_a_number_that_float32_does_not_have(client: Client) -> None:
+    for beta, sentence in ((1e300, "beta = 1e+300, but dro takes beta"), (-1.0, "beta = -1")):
+        outcome = client.train(MODEL, data(0, logprobs=-1.0, advantages=1.0), "dro", beta=beta)
+        assert not outcome.good and sentence in json.loads(outcome.body)["error"]
+
+
 def test_what_is_wrong_is_refused(client: Client) -> None:
     for kind, body, sentence in WRONG:
         outcome = client.do(MODEL, kind, body)
@@ -310,3 +317,24 @@ def test_a_damaged_file_is_refused(client: Client) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UserError, match="is damaged"):
         client.backend.restore(MODEL)
+
+
+def test_a_damaged_file_is_a_sentence_and_can_be_replaced(client: Client) -> None:
+    assert client.do(MODEL, "save_weights", path="one").good
+    file = client.folder.saved(Saved(model=MODEL, kind="weights", name="one"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    for kind, asked, good in (
+        ("load_weights", {"path": f"tinker://{MODEL}/weights/one"}, False),
+        ("save_weights", {"path": "one"}, False),
+        ("save_weights", {"path": "one", "overwrite": True}, True),
+        ("load_weights", {"path": f"tinker://{MODEL}/weights/one"}, True),
+    ):
+        outcome = client.do(MODEL, kind, **asked)
+        assert outcome.good is good and (b"is damaged" in outcome.body) is not good, outcome
+    own = client.folder.model(MODEL)
+    own.write_bytes(own.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged .*restore it from a copy, or delete it"):
+        client.backend.restore(MODEL)
+    for _ in range(2):  # the process may end between the file and the answer
+        assert client.do(MODEL, "unload_model").good and not own.exists()

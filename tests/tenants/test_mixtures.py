@@ -14,6 +14,7 @@ import torch.distributed as dist
 from engine.batch import Batch
 from engine.config.parallel import ParallelOptions
 from engine.distributed.sharding import shard_of
+from engine.experts.layers import routed_experts
 from engine.runtime.launch import Launch
 from engine.tenants import joined_batch, joint_pass, tenants
 from rankfold.benchmarking.small_run import write_small_run
@@ -111,3 +112,20 @@ def test_on_two_ranks(tmp_path: Path, layout: dict[str, int]) -> None:
     for far, differ in spawn(_on_ranks, world=2, args=(str(tmp_path), layout)):
         assert far.keys() == one_rank.keys() and max(far.values()) < 1e-6, far
         assert not differ, differ
+
+
+@pytest.mark.parametrize("name", sampled(MODELS, quick=["mixtral"]))
+def test_products_of_a_device_that_reads_the_groups_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, the host does not know how many rows an expert has."""
+    write_small_run(tmp_path, MODELS[name])
+    runs = list(enumerate(configs(tmp_path, ADAPTERS)))
+    looped = Together(runs).gradients()
+    monkeypatch.setattr(routed_experts, "is_gpu", lambda build: True)
+    far = []
+    for number, own in Together(runs).gradients().items():
+        found = torch.cat([one.flatten() for one, _ in own.values()])
+        expected = torch.cat([looped[number][tensor][0].flatten() for tensor in own])
+        far.append(float((found - expected).norm() / expected.norm()))
+    assert 0.0 < max(far) < 1e-6, far

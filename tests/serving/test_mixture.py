@@ -1,0 +1,69 @@
+"""Clients of a mixture of experts: the base's losses against transformers, neighbours, and samples against scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rankfold.benchmarking.small_run import write_small_run
+from tests.serving.bodies import datum, forward_backward, read_output, read_samples, sample
+from tests.serving.test_tenant_backend import MODEL, OTHER, Client, data, losses_of
+from tests.tenants.mixtures import MODELS
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with random weights that transformers wrote."""
+    from transformers import AutoConfig, Qwen2MoeForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    write_small_run(folder, MODELS["qwen2 moe"])
+    torch.manual_seed(0)
+    model = Qwen2MoeForCausalLM(AutoConfig.from_pretrained(folder, initializer_range=0.1))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_clients_of_a_mixture(base: Path, tmp_path: Path) -> None:
+    from transformers import Qwen2MoeForCausalLM
+
+    both, alone = Client(base, tmp_path / "both"), Client(base, tmp_path / "alone")
+    for client, model in ((both, MODEL), (both, OTHER), (alone, OTHER)):
+        client.create(model)
+    adapted = {name.partition(".mlp.")[2].split(".")[0] for name in both.weights(OTHER)}
+    assert adapted == {"experts", "shared_expert"}, "train_mlp means experts, and leaves routers as they are"
+    theirs = Qwen2MoeForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for step in range(3):
+        bodies = {
+            MODEL: forward_backward(MODEL, both.seq[MODEL], data(step)),
+            OTHER: forward_backward(
+                OTHER, both.seq[OTHER], data(step + 50, logprobs=-4.0, advantages=0.7), "importance_sampling"
+            ),
+        }
+        outcomes = both.backend.execute([both.task(model, "forward_backward", body) for model, body in bodies.items()])
+        assert all(one.good for one in outcomes)
+        if step == 0:
+            ones = [[1.0] * length for length in (11, 25, 17)]
+            with torch.no_grad():
+                expected = losses_of(theirs, data(step), ones).item()
+            assert read_output(outcomes[0].body)[0] == pytest.approx(expected, rel=1e-6)
+        assert alone.do(OTHER, "forward_backward", bodies[OTHER]).good
+        for client, model in ((both, MODEL), (both, OTHER), (alone, OTHER)):
+            assert client.step(model, learning_rate=1e-2).good
+    for name, tensor in alone.weights(OTHER).items():
+        assert torch.equal(both.weights(OTHER)[name], tensor), name
+
+    path = json.loads(both.do(OTHER, "save_weights_for_sampler", path="a").body)["path"]
+    body = sample("t", 0, [5, 6, 7], 3, max_tokens=8, seed=8, stop=[])
+    first, *_, again = both.samples(path, body, sample("t", 1, [9, 9], 2, max_tokens=8, seed=5), body)
+    assert first.body == again.body
+    differences = []
+    for tokens, logps, _ in read_samples(first.body)[0]:
+        ids = [5, 6, 7, *tokens]
+        _, (trained,) = both.score(OTHER, [datum(ids[:-1], ids[1:])])
+        differences.append(trained[2:] - np.asarray(logps, np.float32))
+    assert abs(np.concatenate(differences).mean()) < 1e-6 and np.abs(np.concatenate(differences)).max() < 5e-6

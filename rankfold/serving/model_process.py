@@ -69,18 +69,16 @@ class ModelProcess:
         """Starts the ranks again after one was lost, without models.
 
         Raises:
-            BackendLost: they do not start, or torchrun has started them.
+            BackendLost: one has ended again.
+            UserError: a rank refused something, or torchrun has started them.
         """
         if self._under_torchrun:
-            raise BackendLost(self._loss or "a rank of the model has ended")
+            raise UserError(self._loss or "a rank of the model has ended")
         self._end_ranks()
         for connection, process in zip(self._connections, self._processes, strict=True):
             connection.close()
             process.join()
-        try:
-            self._start()
-        except UserError as error:
-            raise BackendLost(str(error)) from None
+        self._start()
 
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""

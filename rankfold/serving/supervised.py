@@ -29,7 +29,8 @@ class Restartable(Backend, Protocol):
         """Starts it again after it was lost, without models.
 
         Raises:
-            BackendLost: it does not start.
+            BackendLost: it has ended again.
+            UserError: it cannot be started.
         """
         ...
 
@@ -124,8 +125,8 @@ class Supervised:
             BackendLost: it ends again and again, or does not start.
         """
         while True:
-            self._backend.restart()
             try:
+                self._backend.restart()
                 found = [self.restore(model.id) for model in self._journal.models("live")]
             except BackendLost as loss:
                 self._note_loss(loss)

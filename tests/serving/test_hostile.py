@@ -42,6 +42,8 @@ VALUES: tuple[Any, ...] = (
     "tinker://%2e%2e/weights/a", "x" * 300, "x" * 5000, "adamw", "unnamed-x", "\u202e", [], [1], ["x"], [[]], [None],
     {},    {"type": "adamw"}, {"": {}}, {"rank": 10**18}, [{"type": "encoded_text", "tokens": [1]}], {"chunks": [{}]},
 )  # fmt: skip
+SILENT = ("cancel_future", "retrieve_futures", "sessions/search")
+"""Requests that are answered with what is one's own, be it nothing."""
 REFUSED = {400, 404, 405, 408, 409, 410, 413, 415, 429}
 
 
@@ -55,29 +57,51 @@ class Victim:
         self.path = f"tinker://{self.model}/weights/one"
         self.promise = f"{self.model}:0"
 
-    def requests(self, own: str) -> dict[str, dict[str, Any] | bytes | None]:
-        """Requests that name it, by path; `own` is a session of who sends them."""
+    def requests(self, own: str) -> list[tuple[str, str, dict[str, Any] | bytes | None]]:
+        """Requests that name it: method, path and body; `own` is a session of who sends them."""
         model = {"model_id": self.model, "seq_id": 2}
         create = {"model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 1}}
         sampler = {"sampling_session_seq_id": 5, "model_path": self.path}
-        return {
-            "session_heartbeat": {"session_id": self.session},
-            f"sessions/{self.session}/finish": {},
-            "create_model": {"session_id": self.session, **create},
-            "create_sampling_session": {"session_id": own, **sampler},
-            "get_info": {"model_id": self.model},
-            "optim_step": adam(self.model, 2),
-            "forward_backward": forward_backward(self.model, 2, data()),
-            "save_weights": {**model, "path": "two", "overwrite": True},
-            "save_weights_for_sampler": {**model, "sampling_session_seq_id": 0},
-            "load_weights": {"session_id": own, "model_seq_id": 0, "path": self.path, "optimizer": True},
-            "unload_model": {"model_id": self.model},
-            "weights_info": {"tinker_path": self.path},
-            "asample": sample(self.sampler, 0, [3]),
-            f"samplers/{self.sampler}": None,
-            "retrieve_future": {"request_id": self.promise},
-            "cancel_future": {"request_id": self.promise},
-        }
+        run = f"training_runs/{self.model}"
+        one = f"{run}/checkpoints/weights/one"
+        posts: list[tuple[str, dict[str, Any] | bytes]] = [
+            ("session_heartbeat", {"session_id": self.session}),
+            (f"sessions/{self.session}/finish", {}),
+            ("create_model", {"session_id": self.session, **create}),
+            ("create_sampling_session", {"session_id": own, **sampler}),
+            ("join_sampling_session", {"session_id": own, "sampling_session_id": self.sampler}),
+            ("get_info", {"model_id": self.model}),
+            ("optim_step", adam(self.model, 2)),
+            ("forward_backward", forward_backward(self.model, 2, data())),
+            ("save_weights", {**model, "path": "two", "overwrite": True}),
+            ("save_weights_for_sampler", {**model, "sampling_session_seq_id": 0}),
+            ("save_weights_external", {**model, "path": "two"}),
+            ("load_weights", {"session_id": own, "model_seq_id": 0, "path": self.path, "optimizer": True}),
+            ("copy_weights", {"session_id": own, "tinker_path": self.path, "source_path": self.path, "path": "a"}),
+            ("unload_model", {"model_id": self.model}),
+            ("weights_info", {"tinker_path": self.path}),
+            ("asample", sample(self.sampler, 0, [3])),
+            ("retrieve_future", {"request_id": self.promise}),
+            ("retrieve_futures", {"request_ids": [self.promise], "session_id": self.session}),
+            ("cancel_future", {"request_id": self.promise}),
+            ("create_custom_loss", {"model_id": self.model, "seq_id": 2, "graph": {}}),
+            (f"{one}/publish", {}),
+            ("sessions/search", {"query": self.session}),
+        ]
+        puts: list[tuple[str, dict[str, Any]]] = [
+            (f"{one}/ttl", {"ttl_seconds": 3600}),
+            (f"sessions/{self.session}/project", {"project_id": "x"}),
+        ]
+        gets = [
+            f"samplers/{self.sampler}", run, f"{run}/checkpoints", f"{one}/archive", f"{one}/external_weights_urls",
+            f"sessions/{self.session}", f"sessions/{self.session}/trace_export",
+        ]  # fmt: skip
+        return [
+            *(("POST", path, body) for path, body in posts),
+            *(("PUT", path, body) for path, body in puts),
+            *(("GET", path, None) for path in gets),
+            *(("DELETE", path, None) for path in (one, f"{one}/publish")),
+        ]
 
 
 async def made_victim(server: Served) -> Victim:
@@ -105,13 +129,15 @@ def test_another_key_learns_nothing(tmp_path: Path) -> None:
         before = belongings(server)
         own = await server.session(key=OTHER_KEY)
         absent = Victim("0" * len(victim.session))
-        for (path, body), (path_0, body_0) in zip(
-            victim.requests(own).items(), absent.requests(own).items(), strict=True
-        ):
-            found = await server.ask(path, body, key=OTHER_KEY)
-            nothing = await server.ask(path_0, body_0, key=OTHER_KEY)
-            assert found.status == nothing.status and (found.status in REFUSED or path == "cancel_future"), path
+        pairs = zip(victim.requests(own), absent.requests(own), strict=True)
+        for (method, path, body), (_, path_0, body_0) in pairs:
+            found = await server.ask(path, body, key=OTHER_KEY, method=method)
+            nothing = await server.ask(path_0, body_0, key=OTHER_KEY, method=method)
+            assert found.status == nothing.status and (found.status in REFUSED or path in SILENT), (path, found)
             assert found.body.replace(victim.session.encode(), absent.session.encode()) == nothing.body, path
+        for path in ("checkpoints", "training_runs", "sessions", f"sessions/{own}"):
+            found = await server.ask(path, key=OTHER_KEY)
+            assert found.status == 200 and victim.session.encode() not in found.body, found
         assert belongings(server) == before
 
     served(tmp_path, use)
@@ -143,13 +169,13 @@ def test_random_requests_are_answered(tmp_path: Path, count: int) -> None:
         await server.create(own, key=OTHER_KEY)
         mine = Victim(own)
         for _ in range(count):
-            path, body = drawn.choice([*(victim if drawn.random() < 0.5 else mine).requests(own).items()])
+            method, path, body = drawn.choice((victim if drawn.random() < 0.5 else mine).requests(own))
             if isinstance(body, bytes):
                 body = {"seq_id": 1} if path == "forward_backward" else json.loads(body)
             sent = json.dumps(mutated(drawn, body or {})).encode()
             if drawn.random() < 0.2:
                 sent = sent[: drawn.randrange(len(sent))] + drawn.randbytes(drawn.randrange(3))
-            answer = await server.ask(path, sent, key=OTHER_KEY)
+            answer = await server.ask(path, sent, key=OTHER_KEY, method=method)
             assert answer.status == 200 or answer.status in REFUSED, (path, sent, answer)
             assert answer.status == 200 or answer.json.get("detail") or answer.status == 408, (path, sent, answer)
         assert belongings(server) == before and not server.lost

@@ -32,6 +32,7 @@ class Mortal(StandIn):
         self.starts = 0
         self.poison = b"poison"
         self.dies_after = ""  # a request that is executed without an answer, once
+        self.dies_at_start = 0  # how often
         self.refuses = False  # what is executed for the second time
         self.memory: dict[str, list[str]] = {}
         self.disk: dict[str, tuple[int, list[str]]] = {}
@@ -39,6 +40,9 @@ class Mortal(StandIn):
     def restart(self) -> None:
         self.starts += 1
         self.memory = {}
+        if self.dies_at_start:
+            self.dies_at_start -= 1
+            raise BackendLost("the process has ended")
 
     def restore(self, model: str) -> Restored | None:
         if model not in self.disk:
@@ -107,10 +111,11 @@ def test_a_step_that_was_written_is_not_applied_again(tmp_path: Path) -> None:
         model = (await server.create(await server.session())).json["model_id"]
         await server.result(f"{model}:0")
         backend.dies_after = f"{model}:2"
+        backend.dies_at_start = 2
         await server.ask("forward_backward", forward_backward(model, 1, data()))
         await server.ask("optim_step", adam(model, 2))
         assert (await server.result(f"{model}:2")).json == {"executed": f"{model}:2"}
-        assert backend.memory[model] == [f"{model}:{seq}" for seq in range(3)] and backend.starts == 1
+        assert backend.memory[model] == [f"{model}:{seq}" for seq in range(3)] and backend.starts == 3
 
     served(tmp_path, use)
 

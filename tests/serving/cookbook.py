@@ -37,11 +37,13 @@ def make_work(work: Path) -> None:
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    marks = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=264, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=8192, tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -57,13 +57,6 @@ def test_chat_sl(server: RunningServer, work: Path) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_sl_basic(server: RunningServer, work: Path) -> None:
-    options = {"dataset_builder.common_config.batch_size": 4, "learning_rate": 1e-2, "lora_rank": 4}
-    steps = run(server, work, "sl_basic", max_steps=4, **options)
-    losses = [one["train_mean_nll"] for one in steps if "train_mean_nll" in one]
-    assert losses[-1] < losses[0] - 0.1
-
-
 def test_prompt_distillation(server: RunningServer, work: Path) -> None:
     steps = run(
         server, work, "prompt_distillation.train", file_path=work / "conversations.jsonl", renderer_name="role_colon",

@@ -68,11 +68,6 @@ def test_gsm8k_with_gspo(server: RunningServer, work: Path) -> None:
     _check_numerics(run(server, work, "math_rl.train", env="gsm8k", loss_fn="gspo", **_MATH))
 
 
-def test_rl_basic(server: RunningServer, work: Path) -> None:
-    small = {"dataset_builder.batch_size": 2, "dataset_builder.group_size": 2, "loss_fn": "importance_sampling"}
-    _check_numerics(run(server, work, "rl_basic", max_tokens=8, max_steps=2, lora_rank=4, **small))
-
-
 def test_numerics_check(server: RunningServer, work: Path) -> None:
     pages = {"task.num_pages_min": 2, "task.num_pages_max": 3, "task.page_chars": 300}
     steps = run(

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import UserError
+from rankfold.serving.chunks import PlacesImages, read_chunks
 from rankfold.serving.protobuf import Message, WireError, decode
-from rankfold.serving.tensors import read_array, read_tensor
+from rankfold.serving.tensors import read_tensor
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Names of the losses that are computed here."""
@@ -51,11 +52,13 @@ class Datum:
         tokens: int64 [T].
         targets: int64 [T] or [T, K], the tokens that each position is to predict.
         inputs: float32 of the shape of `targets` each, by name; of a traced loss float32 or int64 of any shape.
+        images: of the document, with the places of their features.
     """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
     inputs: Mapping[str, NDArray[Any]]
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,7 @@ class ForwardBackward:
         data: at least one.
         loss_id: of a traced loss; "" for others.
         program: that computes a traced loss, once it is known.
+        images: places those of the data; None where they have none.
     """
 
     loss: str
@@ -77,6 +81,7 @@ class ForwardBackward:
     data: tuple[Datum, ...]
     loss_id: str = ""
     program: Any = None
+    images: Any = None
 
 
 def head_of(body: bytes) -> tuple[str, int]:
@@ -101,13 +106,16 @@ def _message(body: bytes, only: Collection[str] | None = None) -> Message:
         ) from None
 
 
-def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> ForwardBackward:
+def read_forward_backward(
+    body: bytes, *, vocab_size: int, limit: int, images: PlacesImages | None = None
+) -> ForwardBackward:
     """Returns a forward_backward request.
 
     Args:
         body: protobuf.
         vocab_size: of the model.
         limit: tokens of the longest document.
+        images: places those of the data; None where only text is read.
 
     Raises:
         UserError: what it asks for is not there, or its tensors do not fit each other.
@@ -140,7 +148,7 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
     read: list[Datum] = []
     cells = 0
     for number, one in enumerate(data):
-        read.append(_datum(number, one, loss, vocab_size, limit))
+        read.append(_datum(number, one, loss, vocab_size, limit, images))
         cells += read[-1].targets.size + sum(one.size for one in read[-1].inputs.values() if loss == CUSTOM)
         if cells > _ALL_CELLS:  # before the next: a sparse tensor says in few bytes that it is large
             raise UserError(
@@ -158,17 +166,12 @@ def read_forward_backward(body: bytes, *, vocab_size: int, limit: int) -> Forwar
         forward_only=bool(message.get("forward_only", False)),
         data=tuple(read),
         loss_id=traced,
+        images=images if any(datum.images for datum in read) else None,
     )
 
 
-def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) -> Datum:
-    chunks = datum.get("model_input", [])
-    for chunk in chunks:
-        for kind in ("image", "dmel"):
-            if kind in chunk:
-                raise UserError(f"datum {number} has a chunk of {kind}, but only text is trained here: send tokens.")
-    parts = [read_array("tokens", chunk.get("encoded_text", {}).get("tokens", b""), "<i4") for chunk in chunks]
-    tokens = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int, images: PlacesImages | None) -> Datum:
+    tokens, placed = read_chunks(f"datum {number}", datum.get("model_input", []), images)
     if not 0 < len(tokens) <= limit:
         raise UserError(
             f"datum {number} has {len(tokens)} tokens, but 1 to {limit} are expected, the longest row of this model."
@@ -194,7 +197,7 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
                     f"datum {number} has more than {_ALL_CELLS} numbers in loss_fn_inputs, as many as are read at a "
                     "time: send less in it."
                 )
-        return Datum(tokens=tokens, targets=targets, inputs=own)
+        return Datum(tokens=tokens, targets=targets, inputs=own, images=placed)
     inputs = {
         name: _input(number, name, tensors[name], targets.shape).astype(np.float32)
         for name in _INPUTS[loss]
@@ -210,7 +213,7 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int) 
             f"datum {number} has {unknown[0][:40]} in loss_fn_inputs, which {loss} does not read; it reads "
             f"target_tokens, {', '.join(_INPUTS[loss])}: remove it."
         )
-    return Datum(tokens=tokens, targets=targets, inputs=inputs)
+    return Datum(tokens=tokens, targets=targets, inputs=inputs, images=placed)
 
 
 def _targets(number: int, tensor: Message, loss: str, length: int) -> NDArray[np.int64]:

@@ -42,8 +42,14 @@ MESSAGES: Mapping[str, Mapping[int, Field]] = {
     },
     "LossConfigValue": {1: Field("number", "double"), 2: Field("text", "string")},
     "Datum": {1: Field("model_input", "Chunk", "list"), 2: Field("loss_fn_inputs", "Tensor", "map")},
-    "Chunk": {1: Field("encoded_text", "EncodedTextChunk"), 2: Field("image", "Other"), 3: Field("dmel", "Other")},
+    "Chunk": {1: Field("encoded_text", "EncodedTextChunk"), 2: Field("image", "ImageChunk"), 3: Field("dmel", "Other")},
     "EncodedTextChunk": {1: Field("tokens", "bytes")},
+    "ImageChunk": {
+        1: Field("data", "bytes"),
+        2: Field("format", "string"),
+        3: Field("expected_tokens", "integer"),
+        4: Field("override_dimensions", "Other"),
+    },
     "Other": {},
     "Tensor": {
         1: Field("dense", "bytes"),

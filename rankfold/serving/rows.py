@@ -91,6 +91,8 @@ def _groups(data: Sequence[Datum], tokens: int) -> Iterator[list[Datum]]:
 def _batch(request: ForwardBackward, place: int, group: Sequence[Datum], multiple: int) -> Batch:
     lengths = tuple(len(datum.tokens) for datum in group)
     found = documents_row([datum.tokens for datum in group], [datum.targets for datum in group], multiple)
+    if request.images is not None and any(datum.images for datum in group):
+        found = request.images.with_images(found, [(datum.tokens, datum.images) for datum in group])
     if request.program is not None:
         names = [*request.program.graph.inputs][1:]
         traced = tuple(tuple(torch.from_numpy(datum.inputs[name]) for name in names) for datum in group)

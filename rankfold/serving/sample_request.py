@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import UserError
-from rankfold.serving.commands import flag_of, number_of, shown, whole_of
+from rankfold.serving.chunks import PlacesImages, read_json_chunks
+from rankfold.serving.commands import flag_of, number_of, whole_of
 from rankfold.serving.tensors import CELLS, read_json_tensor
 
 
@@ -30,6 +31,7 @@ class Sample:
         targets: int64 [tokens of the prompt - 1, K], further tokens that are scored at each position of the prompt
             after the first; -1 for none. None where there are none.
         targets_layout: fields of a sparse tensor, which the scores have too; empty where they are dense.
+        images: of the prompt, with the places of their features.
         alternatives: tokens that are drawn at each position of the prompt after the first.
     """
 
@@ -50,15 +52,19 @@ class Sample:
     targets: NDArray[np.int64] | None = None
     targets_layout: Mapping[str, list[int]] = field(default_factory=dict)
     alternatives: int = 0
+    images: tuple[Any, ...] = ()
 
 
-def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> Sample:
+def read_sample(
+    request: Mapping[str, Any], *, vocab_size: int, limit: int, images: PlacesImages | None = None
+) -> Sample:
     """Returns an asample request.
 
     Args:
         request: its body.
         vocab_size: of the model.
         limit: tokens of its context.
+        images: places those of the prompt; None where only text is read.
 
     Raises:
         UserError: what it asks for is not there, or does not fit the model.
@@ -68,7 +74,7 @@ def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> S
             "record_stability_info is set for the loss stable_reinforce, which is not computed here: set loss_fn to "
             "importance_sampling, ppo or cispo."
         )
-    prompt = _prompt(request, vocab_size)
+    prompt, placed = _prompt(request, vocab_size, images)
     settings = request.get("sampling_params")
     if not isinstance(settings, dict):
         raise UserError("sampling_params is missing: send it, {} for the defaults.")
@@ -91,7 +97,7 @@ def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> S
             "neither."
         )
     targets, layout = _targets(request, len(prompt), vocab_size)
-    return Sample(
+    found = Sample(
         prompt=prompt,
         count=whole_of({"num_samples": 1, **request}, "num_samples", 1, 1024),
         max_tokens=max_tokens,
@@ -109,7 +115,15 @@ def read_sample(request: Mapping[str, Any], *, vocab_size: int, limit: int) -> S
         targets=targets,
         targets_layout=layout,
         alternatives=_width(request, "prompt_alt_tokens_k", len(prompt), CELLS),
+        images=placed,
     )
+    asked = scored or found.best_of_prompt or found.best_of_samples or found.alternatives or targets is not None
+    if placed and asked:
+        raise UserError(
+            "the prompt has images, and log-probabilities of it or top ones are asked for, which are computed for text "
+            "alone here: leave them out, or ask forward for them."
+        )
+    return found
 
 
 def _width(request: Mapping[str, Any], name: str, positions: int, most: int) -> int:
@@ -142,21 +156,17 @@ def _targets(
     return found, layout
 
 
-def _prompt(request: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+def _prompt(
+    request: Mapping[str, Any], vocab_size: int, images: PlacesImages | None
+) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     prompt = request.get("prompt")
     chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
     if not isinstance(chunks, list):
         raise UserError("prompt has no chunks: send {chunks: [{type: encoded_text, tokens: [...]}]}.")
-    found: list[int] = []
-    for chunk in chunks:
-        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
-        tokens = chunk.get("tokens") if isinstance(chunk, dict) else None
-        if kind != "encoded_text" or not isinstance(tokens, list):
-            raise UserError(f"prompt has a chunk of {shown(kind)}, but only text is read here: send tokens.")
-        found += tokens
-    if not found or not all(type(one) is int and 0 <= one < vocab_size for one in found):
+    found, placed = read_json_chunks("prompt", chunks, images)
+    if not len(found) or not 0 <= found.min() <= found.max() < vocab_size:
         raise UserError(f"prompt is to have at least one token, and all of them from 0 to {vocab_size - 1}.")
-    return tuple(found)
+    return tuple(found.tolist()), placed
 
 
 def _stops(stop: object) -> tuple[tuple[int, ...], tuple[str, ...], bool]:

@@ -20,6 +20,7 @@ from engine.inference.generate import Answer, Generator, Request
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.training.build import Training
+from rankfold.serving.images import ClientImages
 from rankfold.serving.ranks import Ranks
 from rankfold.serving.sample_request import Sample
 
@@ -35,12 +36,14 @@ class Sampler:
     Args:
         folder: of the base, with its tokenizer.
         ranks: of the server. Those that have copies of the model sample different completions.
+        images: of the requests.
         slots: completions at a time; passes are always as large.
         context: tokens of the longest row.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, *, slots: int, context: int) -> None:
-        self._folder, self._ranks, self._slots, self._context = folder, ranks, slots, context
+    def __init__(self, folder: Path, ranks: Ranks, images: ClientImages, *, slots: int, context: int) -> None:
+        self._folder, self._ranks, self._images = folder, ranks, images
+        self._slots, self._context = slots, context
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -90,7 +93,9 @@ class Sampler:
         self, training: Training, rows: Mapping[int, _Completion], requests: Mapping[str, Sample]
     ) -> dict[_Completion, Answer]:
         """Returns the answers of completions whose settings are the same, on rank 0."""
-        asked = [Request(row=row, ids=requests[name].prompt) for row, (name, _) in rows.items()]
+        asked = [
+            Request(row=row, ids=requests[name].prompt, images=requests[name].images) for row, (name, _) in rows.items()
+        ]
         request = requests[next(iter(rows.values()))[0]]
         longest = max(len(one.ids) for one in asked)
         new = request.max_tokens or self._context - longest
@@ -103,6 +108,7 @@ class Sampler:
         copies = mesh.dp_cp
         # neighbours, as those of one prompt share its pass and its cache
         mine = asked[copies.rank * len(asked) // copies.size : (copies.rank + 1) * len(asked) // copies.size]
+        family = self._images.family if any(one.images for one in asked) else None
         training.optimizer.flat.finish_publish()
         stage = InferenceStage(
             Parts(dict(zip(partition.parts(mesh.pp.rank), training.parts, strict=True)), partition.stage_rank),
@@ -119,12 +125,12 @@ class Sampler:
             group=min(self._slots, max(one.count for one in requests.values())),
             device=training.stages.step.device,
             with_logps=True,
-            tokens_multiple=self._slots,
+            tokens_multiple=1 if family is not None else self._slots,  # positions of images are not filled up
         )
         # ranks that send each other tokens for experts do so in each pass
         together = copies if mesh.ep.size > 1 else None
         texts = self.tokenizer if request.stop_texts else None
-        answers = Generator(stage, limits, texts, in_step_with=together).run(mine)
+        answers = Generator(stage, limits, texts, family=family, in_step_with=together).run(mine)
         found = self._ranks.gathered(answers if mesh.tp.rank == mesh.pp.rank == 0 else ())
         return {rows[answer.request.row]: answer for own in found for answer in own}
 
@@ -134,7 +140,7 @@ def _settings(request: Sample) -> tuple[object, ...]:
     length = len(request.prompt) if request.max_tokens is None else 0
     return (
         request.max_tokens, request.temperature, request.top_k, request.top_p, request.stop_ids, request.stop_texts,
-        request.ends, length,
+        request.ends, length, bool(request.images),
     )  # fmt: skip
 
 

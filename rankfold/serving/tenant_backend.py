@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,11 @@ from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.files.documents import read_json as read_config
 from engine.files.refusals import FileError
 from engine.inference.generate import context_limit
 from engine.runtime.launch import Launch
+from engine.seams import resolve
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import resident_bytes, total_memory_bytes
 from engine.tenants.tenants import Tenants
@@ -43,6 +46,7 @@ from rankfold.serving.commands import read_adapter as read_adapter_options
 from rankfold.serving.exchange import PROTOBUF, Outcome, Restored, SavedWeights, ServedModel, Task, failure, success
 from rankfold.serving.figures import Usage
 from rankfold.serving.folder import ServerFolder, sampler_of
+from rankfold.serving.images import ClientImages
 from rankfold.serving.loss_request import ForwardBackward, read_forward_backward
 from rankfold.serving.losses import TokenInputs, loss_and_metrics
 from rankfold.serving.peft_files import read_tensors, write_archive, write_folder, written_by
@@ -82,7 +86,8 @@ class TenantBackend:
         limit = self.ranks.told(_quarter(launch) if options.resident is None else options.resident * 2**30)
         self._residents = Residents(self._tenants, self._config, folder, self.ranks, limit=limit)
         self._spread = Spread(self._tenants.base, options.parallel, self.ranks, options.tokens)
-        self._sampler = Sampler(options.path, self.ranks, slots=options.slots, context=self.context)
+        self._images = ClientImages(self._family)
+        self._sampler = Sampler(options.path, self.ranks, self._images, slots=options.slots, context=self.context)
         self._traced = TracedLosses(folder, self.ranks)
         self._scores = Scores(self._spread, self.ranks)
 
@@ -93,6 +98,13 @@ class TenantBackend:
             UserError: there is none that opens.
         """
         assert self._sampler.tokenizer is not None
+
+    def _family(self) -> Any:
+        """Returns the vision family of the base; None where it sees no images."""
+        if not self._decoder.sees_images:
+            return None
+        config = read_config(self._options.path / "config.json", "copy it again")
+        return resolve(self._decoder.images)(config, self._options.path, self._sampler.tokenizer)
 
     def restore(self, model: str) -> Restored | None:
         """See `rankfold.serving.exchange.Backend`."""
@@ -106,6 +118,12 @@ class TenantBackend:
 
     def execute(self, tasks: Sequence[Task]) -> list[Outcome]:
         """See `rankfold.serving.exchange.Backend`."""
+        try:
+            return self._execute(tasks)
+        finally:
+            self._images.clear()
+
+    def _execute(self, tasks: Sequence[Task]) -> list[Outcome]:
         kinds: dict[str, Callable[[Task], Outcome]] = {
             "create_model": self._create,
             "optim_step": self._step,
@@ -151,8 +169,10 @@ class TenantBackend:
         if adapter is not None:
             blocks = [name for name, wanted in ((_ATTENTION, adapter.train_attn), (_MLP, adapter.train_mlp)) if wanted]
             targets = tuple(blocks + ["lm_head"] * adapter.train_unembed)
-            routers = ("router",) if self._decoder.num_experts else ()  # train_mlp leaves them as they are
-            lora = LoraOptions(rank=adapter.rank, alpha=ALPHA, targets=targets, exclude=routers, fused="none")
+            # train_mlp leaves routers as they are, and towers of images stay those of the base
+            whole = {"router": self._decoder.num_experts, "vision.*": self._decoder.sees_images}
+            others = tuple(name for name, there in whole.items() if there)
+            lora = LoraOptions(rank=adapter.rank, alpha=ALPHA, targets=targets, exclude=others, fused="none")
         return RunConfig(
             model=ModelOptions(
                 path=str(options.path),
@@ -194,7 +214,9 @@ class TenantBackend:
         training: list[tuple[Task, ForwardBackward]] = []
         for task in tasks:
             try:
-                request = read_forward_backward(task.body, vocab_size=self._decoder.vocab_size, limit=self.context)
+                request = read_forward_backward(
+                    task.body, vocab_size=self._decoder.vocab_size, limit=self.context, images=self._images
+                )
                 request = self._traced.bound(task.target, request)
                 self._residents.wake(task.target, keep=[one.target for one in tasks])
             except UserError as error:
@@ -398,7 +420,7 @@ class TenantBackend:
         for task in tasks:
             try:
                 requests[task.request] = read_sample(
-                    read_json(task.body), vocab_size=self._decoder.vocab_size, limit=self.context
+                    read_json(task.body), vocab_size=self._decoder.vocab_size, limit=self.context, images=self._images
                 )
             except UserError as error:
                 outcomes[task.request] = failure(task.request, str(error))

@@ -44,11 +44,22 @@ _MATH: dict[str, Any] = {
 def _check_numerics(steps: list[dict[str, float]]) -> None:
     """The sampler's numbers are the trainer's."""
     apart = [abs(one["optim/kl_sample_train_v1"]) for one in steps if "optim/kl_sample_train_v1" in one]
+    print(f"sampler and trainer: {max(apart):.1e}")
     assert apart and max(apart) < 1e-6
 
 
 def test_math_rl(server: RunningServer, work: Path) -> None:
     _check_numerics(run(server, work, "math_rl.train", env="arithmetic", loss_fn="importance_sampling", **_MATH))
+
+
+@pytest.mark.parametrize("layout", ["--tensor", "--pipeline", "--context", "--data"])
+def test_math_rl_over_two_ranks(layout: str, work: Path, tmp_path: Path) -> None:
+    server = RunningServer(work / NAME, tmp_path / "state", "--name", NAME, layout, "2")
+    try:
+        _check_numerics(run(server, work, "math_rl.train", env="arithmetic", loss_fn="importance_sampling", **_MATH))
+        assert server.stop() == 0
+    finally:
+        server.kill()
 
 
 def test_ppo_with_substeps(server: RunningServer, work: Path) -> None:

@@ -43,9 +43,11 @@ class Tenants:
 
     def __init__(self, config: RunConfig, launch: Launch, log: Log, *, tokens: int) -> None:
         check_layout(config)
-        self._config, self._launch, self._log, self._tokens = config, launch, log, tokens
+        self._config, self._launch, self._log = config, launch, log
         self._shared = SharedBase()
         source, plan = refuse_early(config, launch)
+        # rows of different lengths become one, as long as all of them
+        self._tokens = min(tokens, source.model.decoder.max_row_length or tokens)
         # stages that suit adapters anywhere, whatever the first run trains
         self._partition = plan_partition(config, source.model.decoder, _ANYWHERE, launch.world_size)
         without = replace(plan, modules=TrainingPlan(seed=plan.modules.seed), trained={}, partition=self._partition)
@@ -81,6 +83,11 @@ class Tenants:
                 raise UserError(
                     f"the section {name} differs between runs that share a base: give it once, for all of them."
                 )
+        if config.model.init == "random" and config.train.seed != self._config.train.seed:
+            raise UserError(
+                f"train.seed is {config.train.seed} and of the first run {self._config.train.seed}, but the base that "
+                "they share is drawn from it: give one seed for all of them, or a model with weights."
+            )
         source, plan = refuse_early(config, self._launch)
         check_adapters_alone(plan)
         return self.adopt(self.build(config, self._launch, source, plan, log or self._log, objective=objective))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,19 @@ def test_neighbours_of_a_hybrid(tmp_path: Path) -> None:
         assert alone.norm() > 0 and (together - alone).norm() < 1e-6 * alone.norm()
 
 
+def test_joined_rows_are_no_longer_than_the_model_allows(tmp_path: Path) -> None:
+    ropes = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}
+    write_small_run(tmp_path, {**SMALL_LLAMA, **SMALLER, **ropes})
+    assert len(_train(list(enumerate(configs(tmp_path, ADAPTERS[:2]))), tokens=100)) == 2
+
+
 def test_what_runs_cannot_share_is_refused(tmp_path: Path) -> None:
     write_small_run(tmp_path / "text", {**SMALL_LLAMA, **SMALLER})
     (first,) = configs(tmp_path / "text", ADAPTERS[:1])
     tenants = Tenants(first, launched(), Log(1), tokens=64)
     with pytest.raises(UserError, match="the section model differs"):
         tenants.add(configs(tmp_path / "text", ADAPTERS[:1], base_dtype="nf4")[0])
+    with pytest.raises(UserError, match="train.seed is 6 and of the first run 5"):
+        tenants.add(replace(first, train=replace(first.train, seed=6)))
     with pytest.raises(UserError, match="lm_head.weight is to train in full"):
         tenants.add(configs(tmp_path / "text", ({"rank": 4},), trainable=["lm_head"])[0])

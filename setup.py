@@ -104,6 +104,7 @@ setup(
             "trl",
             "types-PyYAML",
             "uvicorn",
+            "zstandard",
         ],
     },
 )

@@ -102,7 +102,8 @@ def _message(body: bytes, only: Collection[str] | None = None) -> Message:
         return decode("ForwardBackwardRequest", body, only=only)
     except WireError as flaw:
         raise UserError(
-            f"the body is no ForwardBackwardRequest in protobuf: {flaw}; SDK 0.25 and newer send one."
+            f"the body is no ForwardBackwardRequest in protobuf: {flaw}. SDK 0.25 and newer send one: install one of "
+            "them."
         ) from None
 
 

@@ -38,6 +38,7 @@ CREATE TABLE commands (
 );
 CREATE INDEX waiting ON commands (status, number);
 CREATE INDEX of_target ON commands (target, seq);
+CREATE INDEX bodies ON commands (target, seq) WHERE body IS NOT NULL;
 CREATE INDEX finishes ON commands (finish);
 CREATE INDEX finishes_of_target ON commands (target, finish);
 CREATE TABLE samplers (
@@ -52,6 +53,10 @@ CREATE TABLE copies (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 """
 
 
+FORGET_BODIES = (
+    "UPDATE commands SET body = NULL WHERE target = ? AND seq <= ? AND body IS NOT NULL AND status != 'waiting'"
+)
+"""Drops the bodies of a model's executed commands up to one."""
 _WAL_BYTES = 64 << 20
 """To which the file of pages that are not in their places yet is cut again."""
 _TAKEN = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -350,9 +355,7 @@ class Journal:
     def forget_bodies(self, model: str, seq: int) -> None:
         """Drops the bodies of a model's executed commands up to one."""
         with self.turn() as base:
-            base.execute(
-                "UPDATE commands SET body = NULL WHERE target = ? AND seq <= ? AND status != 'waiting'", (model, seq)
-            )
+            base.execute(FORGET_BODIES, (model, seq))
 
     def forget_results(self, before: float) -> None:
         """Drops results that were written before a time, in seconds since 1970; their promises are lost."""

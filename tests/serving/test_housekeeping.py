@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rankfold.serving.journal import Journal
+from rankfold.serving.journal import FORGET_BODIES, Journal
 from tests.serving.asgi import OTHER_KEY
 from tests.serving.bodies import adam, forward_backward, random_datum, sample
 from tests.serving.stand_in import Served, between, served
@@ -104,17 +104,20 @@ def test_a_journal_stays_small(tmp_path: Path) -> None:
             request = adam(model, seq) if seq % 3 == 0 else body(model, seq)
             await server.ask("optim_step" if seq % 3 == 0 else "forward_backward", request)
             await server.ask("asample", sample(f"{session}:sample:0", seq, [3, 4]))
-        await server.ask("forward_backward", body(model, 31))
-        await asyncio.gather(server.result(f"{model}:31"), server.result(f"{session}:sample:0:30"))
+        for seq in (31, 32):
+            await server.ask("forward_backward", body(model, seq))
+        await asyncio.gather(server.result(f"{model}:32"), server.result(f"{session}:sample:0:30"))
         with server.journal.turn() as base:
             base.execute("UPDATE commands SET result = zeroblob(100000) WHERE result IS NOT NULL")
+        ((*_, plan),) = server.journal.rows("EXPLAIN QUERY PLAN " + FORGET_BODIES, (model, 5))
+        assert "INDEX bodies" in plan, "a step looks at the bodies since the last one alone"
         pages = server.journal.rows("PRAGMA page_count")[0][0]
         server.housekeeping.round()
         assert (await server.result(f"{model}:1")).status == 200, "not a day old"
         grow_old(server)
         server.housekeeping.round()
         assert server.journal.rows("PRAGMA page_count")[0][0] < pages / 10
-        assert server.journal.rows("SELECT request FROM commands") == [(f"{model}:31",)]
+        assert server.journal.rows("SELECT request FROM commands") == [(f"{model}:31",), (f"{model}:32",)]
         assert (await server.result(f"{model}:1")).status == 410
         assert (await server.ask("forward_backward", body(model, 1))).status == 410, "it was executed"
         create["model_seq_id"], create["lora_config"] = 0, {"rank": 4}
@@ -124,7 +127,7 @@ def test_a_journal_stays_small(tmp_path: Path) -> None:
 
     served(tmp_path, use)
     journal = Journal(tmp_path / "journal.sqlite")
-    assert [one.body is not None for one in journal.since(names["model"], 0)] == [True], "a restart needs it"
+    assert [one.body is not None for one in journal.since(names["model"], 0)] == [True, True], "a restart needs them"
     journal.close()
 
 
@@ -157,10 +160,13 @@ def test_a_key_has_its_share(tmp_path: Path) -> None:
         await server.result(f"{model}:1")
         assert (await server.ask("asample", later)).status == 200
         assert (await server.ask("forward_backward", body(model, 2))).status == 200
+        await server.result(f"{model}:3")
+        found = []
         for seq in (4, 5):
             await server.ask("save_weights", {"model_id": model, "seq_id": seq, "path": f"p{seq}"})
-        assert "error" not in (await server.result(f"{model}:4")).json
-        full = (await server.result(f"{model}:5")).json
+            found.append((await server.result(f"{model}:{seq}")).json)
+        assert "error" not in found[0]
+        full = found[1]
         assert "has 7 bytes on the disk, and may have 7" in full["error"] and full["category"] == "user"
         assert "may have 7" in (await server.create(session, 1)).json["detail"]
         await server.ask("optim_step", adam(model, 6))

@@ -65,6 +65,8 @@ class AdaptedModule(ShardedModule):
     """
 
     operands: Any
+    counted: Tensor | None = None
+    """What counts the rows of a step; None where they are not counted."""
 
     @property
     def trained_leaves(self) -> tuple[Tensor, ...]:

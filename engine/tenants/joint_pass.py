@@ -112,15 +112,19 @@ class JointPass:
 
 
 def peers_of(tenants: Mapping[int, Sequence[Decoder]]) -> dict[str, Peers]:
-    """Returns the linears of each name that have adapters in any tenant."""
+    """Returns the linears of each name that have adapters, or count their rows, in any tenant."""
     found: dict[str, Peers] = {}
     for number, models in tenants.items():
         for model in models:
             for module in model.modules():
                 if isinstance(module, AdaptedModule):
                     operands = module.operands
+                    if operands.low_rank is None and module.counted is None:
+                        continue
+                    peers = found.setdefault(operands.name, Peers({}, {}, {}))
                     if operands.low_rank is not None:
-                        peers = found.setdefault(operands.name, Peers({}, {}))
                         peers.operands[number] = operands
                         peers.leaves[number] = module.trained_leaves
+                    if module.counted is not None:
+                        peers.counted[number] = module.counted
     return found

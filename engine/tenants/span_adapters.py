@@ -148,10 +148,12 @@ class Peers(NamedTuple):
         operands: of each tenant that has adapters there, by its number: a linear's, or those of a kind of layer that
             reads them by `AdapterChoice.each`.
         leaves: its trained tensors, by the same.
+        counted: what counts its rows, of each tenant that counts them.
     """
 
     operands: dict[int, Any]
     leaves: dict[int, tuple[Tensor, ...]]
+    counted: dict[int, Tensor]
 
 
 class SpanChoice:
@@ -180,6 +182,10 @@ class SpanChoice:
             None if one is None else (one, self._step(span.tenant))
             for one, span in zip(found, self._spans, strict=True)
         ]
+
+    def counted(self, name: str) -> list[Tensor | None]:
+        peers = self._peers.get(name)
+        return [None if peers is None else peers.counted.get(span.tenant) for span in self._spans]
 
     def part(self, first: int, last: int) -> SpanChoice:
         cut = [Span(tenant, *(min(max(end, first), last) - first for end in ends)) for tenant, *ends in self._spans]

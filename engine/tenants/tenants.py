@@ -264,7 +264,7 @@ def _joins(training: Training) -> bool:
     if not plain or training.stages.balance is not None:  # which counts what the tokens of one run choose
         return False
     peers = peers_of({0: training.stages.models()})
-    covered = {id(leaf) for one in peers.values() for leaf in one.leaves[0]}
+    covered = {id(leaf) for one in peers.values() for leaf in one.leaves.get(0, ())}
     entries = [entry for entry in training.stages.entries() if entry.sink is not None]
     here = torch.tensor(all(id(entry.parameter) in covered for entry in entries), dtype=torch.int32)
     return bool(all_reduce(here.to(training.stages.step.device), training.mesh.pp, dist.ReduceOp.MIN))

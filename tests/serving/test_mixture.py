@@ -11,8 +11,12 @@ import torch
 
 from rankfold.benchmarking.small_run import write_small_run
 from tests.serving.bodies import datum, forward_backward, read_output, read_samples, sample
+from tests.serving.served_ranks import CLIENTS, ONE_RANK, Layout, kept
+from tests.serving.test_layouts import largest, run, tokens
 from tests.serving.test_tenant_backend import MODEL, OTHER, Client, data, losses_of
 from tests.tenants.mixtures import MODELS
+
+LAYOUTS: list[dict[str, int]] = [{"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +66,29 @@ def test_clients_of_a_mixture(base: Path, tmp_path: Path) -> None:
     first, *_, again = both.samples(path, body, sample("t", 1, [9, 9], 2, max_tokens=8, seed=5), body)
     assert first.body == again.body
     differences = []
-    for tokens, logps, _ in read_samples(first.body)[0]:
-        ids = [5, 6, 7, *tokens]
+    for drawn, logps, _ in read_samples(first.body)[0]:
+        ids = [5, 6, 7, *drawn]
         _, (trained,) = both.score(OTHER, [datum(ids[:-1], ids[1:])])
         differences.append(trained[2:] - np.asarray(logps, np.float32))
     assert abs(np.concatenate(differences).mean()) < 1e-6 and np.abs(np.concatenate(differences)).max() < 5e-6
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_over_ranks(base: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Each client has what it has alone there, and nearly what it has on one rank, which goes on from its files."""
+    together = run(base, tmp_path / "together", Layout(2, layout), list(CLIENTS), [0, 1])
+    files = kept(tmp_path / "together")
+    for place, model in enumerate(CLIENTS):
+        alone = run(base, tmp_path / model, Layout(2, layout), [model], [0, 1])
+        assert together["losses"][place :: len(CLIENTS)] == alone["losses"]
+        assert together["samples"][place] == alone["samples"][0]
+        for tensor, expected in kept(tmp_path / model)[model].items():
+            assert torch.equal(files[model][tensor], expected), (model, tensor)
+    one = run(base, tmp_path / "one", ONE_RANK, list(CLIENTS), [0, 1])
+    assert one["losses"] == pytest.approx(together["losses"], abs=1e-4)
+    distances = [largest(files[model], expected) for model, expected in kept(tmp_path / "one").items()]
+    print(layout, distances)
+    restored = run(base, tmp_path / "together", ONE_RANK, list(CLIENTS), [])
+    assert restored["again"] and tokens(restored) == tokens(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from engine.batch import Batch
 from engine.config.parallel import ParallelOptions
 from engine.distributed.sharding import shard_of
 from engine.experts.layers import routed_experts
+from engine.experts.layers.routed_experts import RoutedMLP
 from engine.runtime.launch import Launch
 from engine.tenants import joined_batch, joint_pass, tenants
 from rankfold.benchmarking.small_run import write_small_run
@@ -56,6 +57,10 @@ def test_neighbours_change_no_bit(
             assert torch.equal(together[number][tensor], expected), (number, tensor)
 
 
+def is_mixture(module: torch.nn.Module) -> TypeGuard[RoutedMLP]:
+    return isinstance(module, RoutedMLP)
+
+
 @pytest.mark.parametrize("name", sampled(MODELS, quick=["qwen2 moe"]))
 def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Bit for bit: that model makes the same products."""
@@ -65,16 +70,24 @@ def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytes
     for number, own in together.numbers.items():
         together.tenants[own].stages.step.fill_(2 + number)  # a coordinate of dropout masks
 
-    def gradients() -> list[torch.Tensor]:
+    def gradients() -> tuple[list[torch.Tensor], list[list[int]]]:
+        counts = []
         for flat in flats:
             flat.gradient.zero_()
         together.add_gradients()
-        return [flat.gradient.clone() for flat in flats]
+        for own in together.numbers.values():
+            mixtures = [one for part in together.tenants[own].parts for one in part.modules() if is_mixture(one)]
+            counts += [one.rows_E.tolist() for one in mixtures]
+            for one in mixtures:
+                one.rows_E.zero_()
+        return [flat.gradient.clone() for flat in flats], counts
 
-    joined = gradients()
+    joined, rows = gradients()
     monkeypatch.setattr(tenants, "can_join", lambda own: False)
     monkeypatch.setattr(joint_pass, "join", None)
-    assert all(map(torch.equal, joined, gradients()))
+    apart, expected = gradients()
+    assert all(map(torch.equal, joined, apart))
+    assert rows == expected and all(map(any, rows)), "rows of each expert, which a run's figures tell"
 
 
 def _on_ranks(folder: str, layout: dict[str, int]) -> tuple[dict[int, float], list[str]]:

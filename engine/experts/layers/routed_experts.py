@@ -17,6 +17,7 @@ expert is an MLP as in a model without a mixture.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,7 @@ from engine.distributed.sharding import replicated_spec, split_spec
 from engine.experts.layers.grouped_linear import GroupedLinear, is_gpu
 from engine.experts.layers.router import Router
 from engine.experts.ops.expert_exchange import plan_exchange
-from engine.experts.ops.grouped_products import grouped_on_device
+from engine.experts.ops.grouped_products import RowGroups, grouped_on_device
 from engine.experts.ops.load_balance import LoadBalance
 from engine.experts.ops.routed_experts import RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
@@ -219,6 +220,7 @@ class RoutedMLP(Branch):
             bias=sizes.has_biases,
             build=inner,
         )
+        self.gate_up.counted = self.rows_E
         self._gated: LinearInput = INPUTS[sizes.activation]
         if sizes.clamp is not None:
             self._gated = ClampedGLUInput(alpha=sizes.clamp[0], limit=sizes.clamp[1])
@@ -315,18 +317,15 @@ class RoutedMLP(Branch):
         """Chooses experts for these tokens, and starts their rows on the way."""
         travels = self._ep.size > 1
         weights, slots = self.router(x, context, loops=self._loops and not travels)
-        balance = context.part(LoadBalance)
-        # of a step's own pass: not one for counting before it, nor a part that backward runs again
-        if context.training and not context.repeats and (balance is None or not balance.counts_alone):
-            ends = slots.groups.ends
-            self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
         gate_up, down = self.gate_up.operands, self.down.operands
         leaves, spans = (*self.gate_up.trained_leaves, *self.down.trained_leaves), ()
         choice = context.choice if context.adapters else None
         if choice is None:
+            self._count(slots.groups, [self.rows_E], context)
             exchange = plan_exchange(slots, self._ep, loops=self._loops)
         else:
             groups = groups_by_span(slots, choice.lengths, loops=self._loops and not travels)
+            self._count(groups, choice.counted(gate_up.name), context)
             exchange = plan_exchange(slots._replace(groups=groups), self._ep, loops=self._loops)
             by_expert, spans = taken_apart(exchange.groups, [length * weights.shape[1] for length in choice.lengths])
             exchange = replace(exchange, groups=by_expert)
@@ -344,6 +343,21 @@ class RoutedMLP(Branch):
             spans=spans,
         )
         return routed, routed.dispatch(self.experts_input(x, context), weights)
+
+    def _count(self, groups: RowGroups, counted: Sequence[Tensor | None], context: TokenContext) -> None:
+        """Counts the rows of a step's own pass: not of one for counting before it, nor where backward runs again.
+
+        Args:
+            groups: the rows of each expert, or of each of its spans.
+            counted: int64 [E], to which those of each span are added.
+        """
+        balance = context.part(LoadBalance)
+        if not context.training or context.repeats or (balance is not None and balance.counts_alone):
+            return
+        rows_ES = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)).view(-1, len(counted))
+        for span, total_E in enumerate(counted):
+            if total_E is not None:
+                total_E.add_(rows_ES[:, span])
 
     def experts_input(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns what the chosen experts read, for what the router does."""

@@ -58,6 +58,9 @@ class AdapterChoice(Protocol):
         """Returns for each span the operands of its model's linear of this name, and the step that its dropout masks
         are drawn for; None where that linear has no adapters."""
 
+    def counted(self, name: str) -> Sequence[Tensor | None]:
+        """Returns for each span what counts the rows of its model's linear of this name, or None."""
+
     def leaves(self, name: str) -> tuple[Tensor, ...]:
         """Returns the trainable tensors of these, for a linear whose first logical one has this name."""
 

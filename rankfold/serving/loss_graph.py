@@ -27,7 +27,7 @@ COMMON = (
     "log_softmax", "logaddexp", "logcumsumexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit",
     "logsumexp", "lt", "masked_fill", "masked_select", "matmul", "max", "maximum", "mean", "median", "min", "minimum",
     "mm", "mul", "multiply", "mv", "nan_to_num", "nanmean", "nansum", "narrow", "ne", "neg", "negative", "norm",
-    "outer", "permute", "pow", "prod", "quantile", "reciprocal", "relu", "remainder", "reshape", "roll", "round",
+    "outer", "permute", "pow", "prod", "reciprocal", "relu", "remainder", "reshape", "roll", "round",
     "rsqrt", "select", "sigmoid", "sign", "sin", "sinh", "softmax", "sort", "split", "sqrt", "square", "squeeze", "std",
     "sub", "subtract", "sum", "t", "take_along_dim", "tan", "tanh", "tile", "topk", "transpose", "tril", "triu",
     "true_divide", "trunc", "unbind", "unsqueeze", "var", "where", "xlogy",
@@ -43,7 +43,7 @@ METHODS = (
 )  # fmt: skip
 """Of tensors alone."""
 OF_FUNCTIONAL = (
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "elu", "hardtanh", "huber_loss", "kl_div", "l1_loss",
+    "binary_cross_entropy_with_logits", "elu", "hardtanh", "huber_loss", "kl_div", "l1_loss",
     "leaky_relu", "log_softmax", "margin_ranking_loss", "mse_loss", "normalize", "pad", "poisson_nll_loss", "relu",
     "relu6", "silu", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softsign", "tanh",
 )  # fmt: skip
@@ -55,7 +55,7 @@ OF_LIBRARY = {
 """Names under which traces have functions of torch.nn.functional, and what they are called there."""
 ATTRIBUTES = ("T", "mT", "device", "dtype", "indices", "ndim", "shape", "values")
 """That getattr may read."""
-_WORDS = frozenset({*ATTRIBUTES, "none", "mean", "sum", "batchmean", "floor", "trunc", "constant", "linear", "tanh"})
+_WORDS = frozenset({*ATTRIBUTES, "none", "mean", "sum", "batchmean", "floor", "trunc", "constant", "tanh"})
 _FUNCTIONS = frozenset(
     ["getattr", *(f"operator.{one}" for one in OPERATORS), *(f"torch.{one}" for one in (*COMMON, *OF_TORCH))]
     + [f"torch.nn.functional.{one}" for one in OF_FUNCTIONAL]

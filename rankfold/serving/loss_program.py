@@ -2,10 +2,11 @@
 
     loss = sum over data of f(log-probabilities, inputs),   f the graph of `loss_graph.py`
 
-Before a pass, a graph is checked on each datum: once without numbers, which tells shapes, sizes and whether there is a
-gradient, and, where an operation may fail for some numbers, once with the datum's own inputs. Whether an operation
-fails does not depend on log-probabilities: what is selected by them, or indexed with numbers made of them, is refused.
-So a checked loss cannot fail in the middle of a pass, where rows of others are.
+Before a pass, a graph is checked: once without numbers, which tells shapes and sizes, and once with inputs of a datum
+of each shape, or of every datum where an operation may fail for some numbers. Whether an operation fails does not
+depend on log-probabilities: what is selected by them, or indexed with numbers made of them, is refused. So a checked
+loss does not fail in the middle of a pass, where rows of others are; if torch refuses one all the same, the loss of
+that datum is NaN, without a gradient.
 
 Gradients are computed at once for each datum, so that what a graph keeps is that of one datum.
 """
@@ -40,7 +41,7 @@ TENSOR_ELEMENTS = 1 << 24
 """Of one result, at most."""
 DATUM_ELEMENTS = 1 << 26
 """Of all results of a datum together, and products of matrices, at most."""
-REQUEST_ELEMENTS, REQUEST_OPERATIONS = 1 << 31, 1 << 19
+REQUEST_ELEMENTS, REQUEST_OPERATIONS = 1 << 28, 1 << 18
 _MAX_PIECES = 64
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in OPERATORS},
@@ -66,7 +67,7 @@ _PRODUCTS = ("matmul", "mm", "mv", "outer", "dot")
 _ROUNDED_DIVISIONS = ("floor_divide", "floordiv", "mod", "fmod", "remainder")
 _MAKERS = ("torch.arange", "torch.full", "torch.ones", "torch.zeros")
 """Functions that make tensors of numbers alone, on the device of log-probabilities."""
-_VALUES_MATTER = frozenset({*_INDEXED, *_ROUNDED_DIVISIONS, "div", "masked_select", "one_hot", "binary_cross_entropy"})
+_VALUES_MATTER = frozenset({*_INDEXED, *_ROUNDED_DIVISIONS, "div", "masked_select", "one_hot"})
 """Operations that fail for some numbers of good shapes, or whose shapes depend on numbers."""
 
 
@@ -121,7 +122,12 @@ class LossProgram:
     @cached_property
     def values_matter(self) -> bool:
         """Whether an operation may fail for some numbers, or has results whose shapes depend on numbers."""
-        return any(node.target.rpartition(".")[2] in _VALUES_MATTER for node in self.graph.nodes)
+        for node in self.graph.nodes:
+            operation = node.target.rpartition(".")[2]
+            fixed = operation == "getitem" and not any(True for one in node.args[1:] for _ in references(one))
+            if operation in _VALUES_MATTER and not fixed:
+                return True
+        return False
 
     def run(self, logps: Tensor, inputs: Sequence[Tensor], counter: _Counter | None = None) -> Computed:
         """Computes the loss of a datum.
@@ -175,8 +181,7 @@ class LossProgram:
         counter = _Counter({})
         try:
             self._differentiate(logps.to("meta"), [one.to("meta") for one in inputs], counter)
-            if self.values_matter:
-                self._differentiate(logps, inputs, None)
+            self._differentiate(logps, inputs, None)  # shapes alone do not tell which numbers an operation takes
         except _Refusal as refusal:
             raise UserError(f"the loss cannot be computed for datum {number}: {refusal}.") from None
         except _OF_TORCH as error:
@@ -330,6 +335,20 @@ def _by_logprobs(node: Node, what: str) -> str:
     )
 
 
+class _WithGradient(torch.autograd.Function):
+    """A number whose gradient is known."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return dvalue * gradient, None, None
+
+
 def gradient_of(
     program: LossProgram, logps: Tensor, shapes: Sequence[int], inputs: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, Tensor]:
@@ -348,12 +367,18 @@ def gradient_of(
     sums = torch.zeros(len(program.metrics), dtype=torch.float64, device=logps.device)
     for own, given in zip(logps.detach().split(list(shapes)), inputs, strict=True):
         leaf = own.clone().requires_grad_()
-        with torch.enable_grad():
-            found = program.run(leaf, [one.to(logps.device, non_blocking=True) for one in given])
-            (gradient,) = torch.autograd.grad(found.loss, leaf, allow_unused=True)
+        try:
+            with torch.enable_grad():
+                found = program.run(leaf, [one.to(logps.device, non_blocking=True) for one in given])
+                (gradient,) = torch.autograd.grad(found.loss, leaf, allow_unused=True)
+        except (_Refusal, *_OF_TORCH):
+            losses.append(logps.new_full((), torch.nan, dtype=torch.float32))
+            gradients.append(torch.zeros_like(leaf))
+            sums = sums + torch.nan
+            continue
         losses.append(found.loss.detach().float())
         gradients.append(torch.zeros_like(leaf) if gradient is None else gradient)
         if program.metrics:
             sums += torch.stack([one.detach().double().reshape(()) for one in found.metrics.values()])
-    surrogate = (logps * torch.cat(gradients)).sum()
-    return surrogate - surrogate.detach() + torch.stack(losses).sum(), sums
+    total: Tensor = _WithGradient.apply(logps, torch.cat(gradients), torch.stack(losses).sum())
+    return total, sums

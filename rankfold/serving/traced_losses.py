@@ -83,11 +83,11 @@ class TracedLosses:
             if shape not in known or program.values_matter:
                 known[shape] = program.check(number, _made_up(datum.targets), inputs)
             total += known[shape]
-        if total > REQUEST_ELEMENTS:
-            raise UserError(
-                f"the loss computes {total} numbers for the request, but at most {REQUEST_ELEMENTS} are: send the data "
-                "in several requests."
-            )
+            if total > REQUEST_ELEMENTS:
+                raise UserError(
+                    f"the loss computes more than {REQUEST_ELEMENTS} numbers for the request: send the data in several "
+                    "requests."
+                )
         return replace(request, data=data, program=program)
 
     def _program(self, loss: str) -> LossProgram:

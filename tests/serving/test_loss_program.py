@@ -204,3 +204,22 @@ WRONG: tuple[tuple[tuple[Any, ...], Any, str], ...] = (
 def test_what_is_no_loss(path: tuple[Any, ...], value: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         read_loss(changed(path, value))
+
+
+def test_what_torch_refuses_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The datum's loss is not a number, and has no gradient; the other's has."""
+    logps, inputs = drawn()
+    program = LossProgram(read_loss(traced(clipped, **RANKS)))
+    run = program.run
+
+    def fails(leaf: Tensor, given: list[Tensor]) -> Any:
+        if len(leaf) == LENGTHS[0]:
+            raise RuntimeError("no such operation")
+        return run(leaf, given)
+
+    monkeypatch.setattr(program, "run", fails)
+    leaf = logps.requires_grad_()
+    value, metrics = gradient_of(program, leaf, LENGTHS, inputs)
+    value.backward()
+    assert value.isnan() and metrics.isnan().all() and leaf.grad is not None
+    assert (leaf.grad[: LENGTHS[0]] == 0).all() and leaf.grad[LENGTHS[0] :].count_nonzero()

@@ -2,6 +2,7 @@
 
 rankfold plan schedule --pipeline 4 --virtual 2 --microbatches 8
 rankfold plan memory --model MODEL --gpus 8 --gpu-memory 80 --seq-length 8192
+rankfold plan adapters --model MODEL --gpu-memory 141 --adapters 64 --rank 16
 rankfold plan certify --config run.yaml --against tensor=1
 """
 
@@ -11,9 +12,9 @@ import inspect
 
 from engine.config.command_line import CommandLine, named_as
 from rankfold.certifying import command as certify
-from rankfold.planning import memory, schedule
+from rankfold.planning import adapters, memory, schedule
 
-COMMANDS = {"schedule": schedule, "memory": memory, "certify": certify}
+COMMANDS = {"schedule": schedule, "memory": memory, "adapters": adapters, "certify": certify}
 """Name -> its module, which has `add_arguments(parser)`, `run(arguments)` and STANDS_FOR. All are
 imported for every command line, also for --help: they import torch inside `run` where they need it."""
 

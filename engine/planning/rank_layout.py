@@ -170,6 +170,8 @@ class Workload:
             attention.
         samples: of an objective that samples what it trains on; None where data are given.
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
+        tenants: runs on one base that share a micro-batch, each with adapters like those of the plan; 0 where the
+            model is one run's own.
     """
 
     decoder: DecoderConfig
@@ -195,6 +197,7 @@ class Workload:
     packed: bool = False
     samples: Samples | None = None
     graphed: bool = False
+    tenants: int = 0
 
     @property
     def document_length(self) -> int:

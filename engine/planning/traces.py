@@ -42,6 +42,7 @@ from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.stand_ins import shape_base, shape_blocks
 from engine.planning.traced_batch import META, expert_rows
+from engine.seams import resolve
 from engine.zigzag import rank_columns
 
 
@@ -424,8 +425,11 @@ class _Tracer:
         balances = [loss for one in variants if (loss := one.auxiliary_loss(1.0, META)) is not None]
         for loss in balances:
             loss.begin(counts_alone=False)
+        tenants, choice = self._workload.tenants, None
+        if tenants:
+            choice = resolve("engine.tenants.planned:even_spans")(model, batch.num_tokens, tenants)
         if model.embedding is not None:  # no layer reads it
-            return model.context(replace(batch, parts=()), step, training=True, parts=balances)
+            return model.context(replace(batch, parts=()), step, training=True, parts=balances, choice=choice)
         carried: list[Tensor | None] = []
         first = self._part.first
         for index, shape in enumerate(model.carried_shapes(batch, first)):
@@ -434,7 +438,7 @@ class _Tracer:
             if rows is not None and trains:
                 rows = _Start.apply(rows.requires_grad_())
             carried.append(rows)
-        return model.context(batch, step, training=True, carried=carried, parts=balances)
+        return model.context(batch, step, training=True, carried=carried, parts=balances, choice=choice)
 
     def _input(self, batch: Batch, needs: bool) -> Tensor:
         """Makes the residual stream of this rank's tokens."""
@@ -504,6 +508,7 @@ def shape_layout(
         context_method=parallel.context_method,
         attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dims[-1]),
         base=shape_base(workload.base_dtype, workload.kernels),
+        fold=not workload.tenants,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -187,9 +187,9 @@ class SpanChoice:
         peers = self._peers.get(name)
         return [None if peers is None else peers.counted.get(span.tenant) for span in self._spans]
 
-    def part(self, first: int, last: int) -> SpanChoice:
+    def part(self, first: int, last: int) -> Self:
         cut = [Span(tenant, *(min(max(end, first), last) - first for end in ends)) for tenant, *ends in self._spans]
-        return SpanChoice(cut, self._peers, self._step, last - first)
+        return type(self)(cut, self._peers, self._step, last - first)
 
     def chosen(self, operands: LinearOperands) -> LinearOperands:
         """Returns the operands with the adapters of each span."""

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rankfold.planning import memory
+from rankfold import plan
 from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("examples/memory/README.md", "examples/llama2_70b_one_gpu/README.md")
-_ANSWER = re.compile(r"```console\n\$ python tools/plan\.py memory ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)\n```", re.DOTALL)
+PAGES = ("examples/memory/README.md", "examples/llama2_70b_one_gpu/README.md", "examples/adapter_sweep/README.md")
+_ANSWER = re.compile(
+    r"```console\n\$ python tools/plan\.py ((?:memory|adapters) (?:[^\n]*\\\n)*[^\n]*)\n(.*?)\n```", re.DOTALL
+)
 """A command, which may go on over lines that end in a backslash, and what it prints."""
 
 
@@ -24,13 +26,13 @@ def _answers() -> list[tuple[str, str]]:
 
 def test_every_case_is_answered() -> None:
     commands = [command for command, _ in _answers()]
-    assert len(commands) == 9
+    assert [command.partition(" ")[0] for command in commands] == 9 * ["memory"] + 3 * ["adapters"]
     for case in ("--gpus 8 --gpu-memory 80", "--gpus 4 --gpu-memory 80", "--gpus 1 --gpu-memory 139"):
         assert any("llama-2-70b.json" in command and case in command for command in commands), case
 
 
-SLOW = (3, 4, 5)
-"""Searches over many layouts, a few seconds each."""
+SLOW = (3, 4, 5, 9, 10, 11)
+"""Searches over many layouts, and traces of many tenants: a few seconds each."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def test_an_answer_is_what_the_planner_prints(
 ) -> None:
     monkeypatch.chdir(ROOT)
     parser = argparse.ArgumentParser()
-    memory.add_arguments(parser)
-    memory.run(parser.parse_args(command.split()))
+    name, *words = command.split()
+    plan.COMMANDS[name].add_arguments(parser)
+    plan.COMMANDS[name].run(parser.parse_args(words))
     assert capsys.readouterr().out.strip() == printed.strip()

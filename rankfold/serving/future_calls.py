@@ -115,7 +115,7 @@ class FutureCalls:
             own = [one for one in found if int(one.request.rpartition(":")[2]) // _CLONE == clone]
             cursor = found[-1].place if found else cursor
             left = ends - time.monotonic()
-            if own or left <= 0:
+            if own or left <= 0 or self._ends:
                 return JSONResponse({"completions": [_completion(one) for one in own], "cursor": cursor})
             if len(found) < _MOST:
                 with suppress(TimeoutError):

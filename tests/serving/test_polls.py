@@ -66,6 +66,21 @@ def test_one_poll_tells_of_all_samples(tmp_path: Path) -> None:
     served(tmp_path, use)
 
 
+def test_polls_end_with_the_server(tmp_path: Path) -> None:
+    async def use(server: Served) -> None:
+        sampler = await sampler_of(server)
+        poll = asyncio.create_task(server.ask("retrieve_futures", {"target": {"sampling_session_id": sampler}}))
+        await asyncio.sleep(0.05)
+        server.front.release()
+        for answer in (
+            await asyncio.wait_for(poll, 2.0),
+            await server.ask("retrieve_futures", {"target": {"sampling_session_id": sampler}}),
+        ):
+            assert answer.json == {"completions": [], "cursor": 0}
+
+    served(tmp_path, use, poll_seconds=30.0)
+
+
 def test_large_results_are_announced(tmp_path: Path) -> None:
     async def use(server: Served) -> None:
         sampler = await sampler_of(server)

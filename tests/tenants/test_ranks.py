@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,10 +34,10 @@ from engine.tenants import joined_batch, joint_pass
 from engine.tenants.tenants import Tenants
 from engine.training.build import Training, build_training
 from engine.training.start import refuse_early
-from rankfold.benchmarking.small_run import SMALL_LLAMA, write_small_run
+from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, write_small_run
 from tests.support.small_training import packed_batch
 from tests.support.spawning import spawn
-from tests.tenants.test_shared_base import SMALLER
+from tests.tenants.test_shared_base import HYBRID, SMALLER
 
 pytestmark = pytest.mark.distributed
 
@@ -350,6 +350,43 @@ def test_three_train_as_alone(tmp_path: Path) -> None:
     found = spawn(_run, world=2, args=(str(tmp_path), QUICK, (0, 2, 4), 2))
     for name in QUICK:
         _check(name, [one[name] for one in found])
+
+
+def _hybrid_gradients(folder: str, name: str) -> list[tuple[Tensor, Tensor]]:
+    """Returns the gradients of three tenants, each with what it has alone; their states go through context ranks."""
+    launch = Launch(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"))
+    runs = {
+        number: replace(one, model=replace(one.model, init="random"), train=replace(one.train, seed=5))
+        for number, one in _configs(Path(folder), LAYOUTS[name]).items()
+        if number < 3
+    }
+    tenants = Tenants(runs[0], launch, Log(1), tokens=TOKENS)
+    given = {}
+    for number, config in runs.items():
+        own = tenants.add(config)
+        _draw_b(tenants[own], number)
+        given[own] = _batches(tenants[own], number, 0)[0][:1]
+
+    def gradients(some: Sequence[int]) -> list[Tensor]:
+        tenants.gradients({own: given[own] for own in some}, dict.fromkeys(some, 20.0))
+        found = []
+        for own in some:
+            tenants[own].reducer.finish()
+            found.append(tenants[own].optimizer.flat.gradient.clone())
+            tenants[own].optimizer.flat.gradient.zero_()
+        return found
+
+    return list(zip(gradients(list(given)), [gradients([own])[0] for own in given], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cp2 ring", "tp2", "tp2 sequence", "pp2"])
+def test_neighbours_of_a_hybrid(tmp_path: Path, name: str) -> None:
+    """Its compiled kernels add up in an order that depends on the place of a row."""
+    write_small_run(tmp_path, {**SMALL_HYBRID, **HYBRID, **SMALLER})
+    for rank in spawn(_hybrid_gradients, world=2, args=(str(tmp_path), name)):
+        for together, alone in rank:
+            assert alone.norm() > 0 and (together - alone).norm() < 1e-6 * alone.norm()
 
 
 def test_tenants_fill_the_pipeline() -> None:

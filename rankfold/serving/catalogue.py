@@ -163,10 +163,19 @@ class Catalogue:
             self.delete(read_path(path))
 
     def used_bytes(self, owner: str) -> int:
-        """Returns the bytes on the disk of an owner's models and saved weights."""
+        """Returns the bytes on the disk of an owner's models, saved weights and archives."""
         ((saved,),) = self._journal.rows("SELECT SUM(bytes) FROM checkpoints WHERE owner = ?", (owner,))
-        models = self._journal.rows("SELECT id FROM models WHERE owner = ? AND state = 'live'", (owner,))
-        return (saved or 0) + sum(self._folder.model_bytes(model) for (model,) in models)
+        models = self._journal.rows("SELECT id, state FROM models WHERE owner = ?", (owner,))
+        live = sum(self._folder.model_bytes(model) for model, state in models if state == "live")
+        return int(saved or 0) + live + self._folder.archive_bytes(model for model, _ in models)
+
+    def delete_losses(self, before: float) -> None:
+        """Deletes the losses of sessions that had ended before a time, in seconds since 1970."""
+        query = "SELECT id FROM sessions WHERE finished > 0 AND finished < ?"
+        ended = {session for (session,) in self._journal.rows(query, (before,))}
+        for path, session in self._folder.losses().items():
+            if session in ended:
+                path.unlink(missing_ok=True)
 
     def copy(self, name: str, source: Checkpoint, owner: str, model: str, expires: float | None) -> Saved:
         """Copies saved weights, whose files share their bytes on the disk.

@@ -72,10 +72,7 @@ class ServerFolder:
 
     def model_bytes(self, model: str) -> int:
         """Returns the bytes of a live model's file; 0 where it has none."""
-        try:
-            return self.model(model).stat().st_size
-        except OSError:
-            return 0
+        return _bytes(self.model(model))
 
     def loss(self, loss: str) -> Path:
         """Returns the file of a loss that a client has traced."""
@@ -92,6 +89,16 @@ class ServerFolder:
             made: when they were saved, as they may be saved anew.
         """
         return self.archives(path) / f"{path.kind}-{path.name}-{made:.6f}.tar"
+
+    def archive_bytes(self, models: Iterable[str]) -> int:
+        """Returns the bytes of the archives of some models' weights."""
+        names = {_file_name(model) for model in models}
+        found = (path for path in (self.root / "archives").glob("*/*.tar") if path.parent.name in names)
+        return sum(_bytes(path) for path in found)
+
+    def losses(self) -> dict[Path, str]:
+        """Returns the files of clients' losses, with the sessions that they were created in."""
+        return {path: path.stem.partition("_loss_")[0] for path in (self.root / "losses").glob("*.json")}
 
     def archives(self, path: Saved) -> Path:
         """Returns the folder of the archives of a model's weights."""
@@ -119,3 +126,11 @@ def sampler_of(model: str, number: int) -> str:
 
 def _file_name(model: str) -> str:
     return model.replace(":", "_")
+
+
+def _bytes(path: Path) -> int:
+    """Returns the size of a file; 0 where it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -60,6 +60,7 @@ class Housekeeping:
         service.journal.forget_results(before)
         service.journal.prune(before)
         service.dispatcher.between(service.catalogue.delete_expired)
+        service.dispatcher.between(lambda: service.catalogue.delete_losses(before))
 
     def _run(self) -> None:
         while not self._ends.wait(PERIOD):

@@ -50,6 +50,18 @@ def test_sessions_end(tmp_path: Path) -> None:
             assert (await server.ask("session_heartbeat", {"session_id": session})).status == 410
             assert (await server.ask("optim_step", adam(models[session], 3))).status == 404
         assert (await server.ask("optim_step", adam(models[alive], 1))).status == 200
+        files = [tmp_path / "losses" / f"{session}_loss_0.json" for session in (silent, alive)]
+        files[0].parent.mkdir()
+        for file in files:
+            file.write_text("{}")
+        server.housekeeping.round()
+        between(server)
+        assert files[0].exists(), "for another day"
+        with server.journal.turn() as base:
+            base.execute("UPDATE sessions SET finished = finished - ? WHERE finished > 0", (KEPT,))
+        server.housekeeping.round()
+        between(server)
+        assert [file.exists() for file in files] == [False, True]
         ((ending,),) = server.journal.rows("SELECT ending FROM sessions WHERE id = ?", (silent,))
         assert json.loads(ending)["reason"] == {"type": "interrupted"}
 

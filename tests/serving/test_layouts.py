@@ -27,6 +27,7 @@ LAYOUTS = {
     "one": ONE_RANK,
     "nf4": Layout(1, {}, {"base_dtype": "nf4"}),
     "tensor": Layout(2, {"tensor": 2}),
+    "tensor, resting": Layout(2, {"tensor": 2}, {"resident": 0.0}),
     "pipeline": Layout(2, {"pipeline": 2}),
     "context": Layout(2, {"context": 2}),
     "data": Layout(2, {}),

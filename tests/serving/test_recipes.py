@@ -85,12 +85,11 @@ def test_on_policy_distillation(server: RunningServer, work: Path) -> None:
     assert abs(steps[0]["teacher_kl"]) < 1e-6, "the teacher is the student as it begins"
 
 
-@pytest.mark.parametrize("topk", [0, 4])
-def test_sdft(server: RunningServer, work: Path, topk: int) -> None:
-    """A teacher's most likely tokens as targets, or its numbers as advantages."""
+def test_sdft(server: RunningServer, work: Path) -> None:
+    """A teacher's most likely tokens as targets."""
     steps = run(
         server, work, "sdft.train", renderer_name="role_colon", lora_rank=4, groups_per_batch=2, max_tokens=8,
-        topk=topk, max_context_length=2048, max_steps=2, eval_every=0, save_every=0,
+        topk=4, max_context_length=2048, max_steps=2, eval_every=0, save_every=0,
     )  # fmt: skip
     assert len(steps) >= 2
 

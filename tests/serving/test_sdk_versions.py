@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,3 +63,29 @@ def test_requests_beside_training(server: RunningServer, tmp_path: Path) -> None
     assert "'dimuon'" in seen["dimuon"] and "'dimuon'" in seen["dimuon step"]
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {*seen["files"]}
     assert not any(seen["run"] in one for one in seen["left"]) and seen["status"] == "errored"
+
+
+@pytest.mark.parametrize("python", SDKS)
+def test_whatever_the_sdk_asks_for_is_answered(tmp_path: Path, python: str) -> None:
+    """Each address in its sources is known, if only to be refused in a sentence."""
+    from tests.serving.stand_in import Served, served
+
+    command = [python, "-c", "import tinker; print(tinker.__path__[0])"]
+    sources = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    texts = [file.read_text() for file in sources.rglob("*.py") if not file.name.endswith("_test.py")]
+    paths = {re.sub(r"\{[^}]*\}", "x", one) for text in texts for one in re.findall(r'"/api/v1/([^"]+)"', text)}
+    assert len(paths) > 30
+
+    async def use(server: Served) -> None:
+        unknown = []
+        for path in sorted(paths):
+            path = path.replace("checkpoints/x", "checkpoints/weights/x")
+            answers = [await server.ask(path, body, method=method) for method, body in _REQUESTS]
+            if all(one.status == 405 or (one.status == 404 and one.json["detail"] == "Not Found") for one in answers):
+                unknown.append(path)
+        assert not unknown
+
+    served(tmp_path, use)
+
+
+_REQUESTS = (("GET", None), ("POST", b"{}"), ("PUT", b"{}"), ("DELETE", None))

@@ -29,6 +29,8 @@ _INPUTS = {
     "dro": _POLICY,
     "gspo": (*_POLICY, *_CLIPS, "sequence_ratio_mask"),
 }
+_KNOWN = {"target_tokens", *(name for names in _INPUTS.values() for name in names)}
+"""What some loss reads; those that do not leave it aside, as recipes send what they have."""
 _NUMBERS = {
     "cross_entropy": (),
     "importance_sampling": (),
@@ -209,11 +211,8 @@ def _datum(number: int, datum: Message, loss: str, vocab_size: int, limit: int, 
             raise UserError(f"datum {number} has a number in {name} that is not finite.")
     if missing := [name for name in _NEEDED[loss] if name not in inputs]:
         raise UserError(f"datum {number} has no {missing[0]}, which {loss} needs: send one number for each token.")
-    if unknown := [name for name in tensors if name not in _INPUTS[loss] and name != "target_tokens"]:
-        raise UserError(
-            f"datum {number} has {unknown[0][:40]} in loss_fn_inputs, which {loss} does not read; it reads "
-            f"target_tokens, {', '.join(_INPUTS[loss])}: remove it."
-        )
+    if unknown := [name for name in tensors if name not in _KNOWN]:
+        raise UserError(f"datum {number} has {unknown[0][:40]} in loss_fn_inputs, which no loss here reads: remove it.")
     return Datum(tokens=tokens, targets=targets, inputs=inputs, images=placed)
 
 

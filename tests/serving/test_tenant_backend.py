@@ -256,7 +256,7 @@ WRONG: tuple[tuple[str, bytes, str], ...] = (
     ("forward_backward", forward_backward(MODEL, 1, data(0), "stable_reinforce"), "set loss_fn to importance_sampling"),
     ("forward_backward", forward_backward(MODEL, 1, data(0), "custom"), "has no loss_id"),
     ("forward_backward", forward_backward(MODEL, 1, data(0), beta=1.0), "cross_entropy takes nothing"),
-    ("forward_backward", forward_backward(MODEL, 1, data(0, mask=1.0)), "which cross_entropy does not read"),
+    ("forward_backward", forward_backward(MODEL, 1, data(0, mask=1.0)), "which no loss here reads"),
     ("forward_backward", forward_backward(MODEL, 1, data(0, weights=float("nan"))), "not finite"),
     ("forward_backward", forward_backward(MODEL, 1, [random_datum(4, 0, 999)]), "but the model has 96"),
     ("forward_backward", forward_backward(MODEL, 1, []), "has no data"),

@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rankfold.benchmarking.small_run import write_small_run
 from tests.serving.bodies import datum, forward_backward, read_output, read_samples, sample
 from tests.serving.served_ranks import CLIENTS, ONE_RANK, Layout, kept
-from tests.serving.test_layouts import largest, run, tokens
+from tests.serving.test_layouts import run, tokens
 from tests.serving.test_tenant_backend import MODEL, OTHER, Client, data, losses_of
 from tests.tenants.mixtures import MODELS
 
 LAYOUTS: list[dict[str, int]] = [{"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert": 2}]
+FAR = 1e-4
+"""Largest distance of a model's masters, relative to their norm, where a layout adds up in another order: AdamW divides
+the gradients of experts with few tokens by their size, however small."""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,12 @@ def test_clients_of_a_mixture(base: Path, tmp_path: Path) -> None:
     assert abs(np.concatenate(differences).mean()) < 1e-6 and np.abs(np.concatenate(differences)).max() < 5e-6
 
 
+def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    names = [name for name in expected if "optim" not in name]
+    left, right = (torch.cat([one[name].flatten().double() for name in names]) for one in (found, expected))
+    return float((left - right).norm() / right.norm())
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -88,7 +98,7 @@ def test_over_ranks(base: Path, tmp_path: Path, layout: dict[str, int]) -> None:
             assert torch.equal(files[model][tensor], expected), (model, tensor)
     one = run(base, tmp_path / "one", ONE_RANK, list(CLIENTS), [0, 1])
     assert one["losses"] == pytest.approx(together["losses"], abs=1e-4)
-    distances = [largest(files[model], expected) for model, expected in kept(tmp_path / "one").items()]
-    print(layout, distances)
+    for model, expected in kept(tmp_path / "one").items():
+        assert far(files[model], expected) < FAR, model
     restored = run(base, tmp_path / "together", ONE_RANK, list(CLIENTS), [])
     assert restored["again"] and tokens(restored) == tokens(one)

@@ -90,6 +90,16 @@ def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytes
     assert rows == expected and all(map(any, rows)), "rows of each expert, which a run's figures tell"
 
 
+def test_the_auxiliary_loss_is_of_one_runs_tokens(tmp_path: Path) -> None:
+    write_small_run(tmp_path, MODELS["mixtral"])
+    plain, other = configs(tmp_path, [ADAPTERS[4], ADAPTERS[0]])
+    balanced = replace(plain, train=replace(plain.train, router_aux_loss_coef=0.5))
+    together = Together([(0, balanced), (1, other)]).train(2)[0]
+    alone, without = Together([(0, balanced)]).train(2)[0], Together([(0, plain)]).train(2)[0]
+    for name, tensor in alone.items():
+        assert torch.equal(together[name], tensor) and not torch.equal(without[name], tensor), name
+
+
 def _on_ranks(folder: str, layout: dict[str, int]) -> tuple[dict[int, float], list[str]]:
     """Returns how far each tenant's gradients are from those of one rank, relative to their norm, and what differs
     after steps from what it has alone on these ranks."""

@@ -65,7 +65,7 @@ class Front:
             try:
                 return await handler(request, owner)
             except AnotherRequest as error:
-                raise HTTPException(409, str(error)) from None
+                raise HTTPException(422, str(error)) from None  # clients send again after a 409
             except Forgotten as error:
                 raise HTTPException(410, str(error)) from None
             except UserError as error:

@@ -43,7 +43,7 @@ def test_commands_of_a_model_have_an_order(tmp_path: Path) -> None:
         assert server.backend.names == [f"{model}:{seq}" for seq in range(7)]
         assert [one.body for one in server.journal.since(model, -1)] == [None] * 7, "no step needs them any more"
         other = await server.ask("optim_step", adam(model, 3, learning_rate=1.0))
-        assert other.status == 409 and "was another request" in other.json["detail"]
+        assert other.status == 422 and "was another request" in other.json["detail"]
 
     served(tmp_path, use)
 

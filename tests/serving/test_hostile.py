@@ -44,7 +44,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 SILENT = ("cancel_future", "retrieve_futures", "sessions/search")
 """Requests that are answered with what is one's own, be it nothing."""
-REFUSED = {400, 404, 405, 408, 409, 410, 413, 415, 429}
+REFUSED = {400, 404, 405, 408, 410, 413, 415, 422, 429}
 
 
 class Victim:

@@ -323,9 +323,9 @@ def test_a_sampler_keeps_its_weights(tmp_path: Path) -> None:
         for _ in range(2):
             assert (await server.ask("save_weights_for_sampler", {**body, "seq_id": 1})).status == 200
         other = await server.ask("save_weights_for_sampler", {**body, "seq_id": 2})
-        assert other.status == 409 and "give each sampler of a session a number" in other.json["detail"]
+        assert other.status == 422 and "give each sampler of a session a number" in other.json["detail"]
         base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        assert (await server.ask("create_sampling_session", base)).status == 409
+        assert (await server.ask("create_sampling_session", base)).status == 422
         without = await server.ask("save_weights_for_sampler", {"model_id": model, "seq_id": 2})
         assert without.status == 400 and server.journal.command(f"{model}:2") is None, "nothing was promised"
 

@@ -22,6 +22,8 @@ from engine.seams import resolve
 from rankfold.serving.chunks import ChunkImage, Tokens
 
 _MOST_PIXELS = 1 << 24
+_OF_PROCESSORS = (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError)
+"""What processors raise for images that they do not take."""
 
 
 class ClientImages:
@@ -59,9 +61,13 @@ class ClientImages:
         names = [self._write(one) for one in given]
         try:
             sizes = [self._size(name, f"image {number} of {where}") for number, name in enumerate(names)]
+            stand_ins = self._stand_ins(family, sizes)
+            for number, name in enumerate(names):
+                self._prove(name, sizes[number], f"image {number} of {where}", is_only=len(names) == 1)
         except UserError as error:
             raise UserError(str(error).replace(self._folder.name + os.sep, "")) from None
-        stand_ins = self._stand_ins(family, sizes)
+        except _OF_PROCESSORS as error:
+            raise UserError(f"an image of {where} is none that this model's processor takes: {error!s:.200}.") from None
         parts, images, length = list[Tokens](), list[Any](), 0
         for chunk in chunks:
             if not isinstance(chunk, ChunkImage):
@@ -121,6 +127,18 @@ class ClientImages:
                 f"{where} has {width} x {height} pixels, but at most {_MOST_PIXELS} are read: make it smaller."
             )
         return width, height
+
+    def _prove(self, name: str, size: tuple[int, int], where: str, *, is_only: bool) -> None:
+        """Decodes an image, which does not fail later, where rows of others are computed with it.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        path, upright = Path(self._folder.name, name), self.family.turns_upright
+        image = resolve("engine.vision.data.files:read_image")(path, size, where, upright=upright)
+        tiles = self.family.tiles(image, is_only_image=is_only)
+        if tiles.grids != self.family.grids(size, is_only_image=is_only):
+            raise UserError(f"{where} has other patches than its size has: send another image.")
 
     @staticmethod
     def _stand_ins(family: Any, sizes: Sequence[tuple[int, int]]) -> list[tuple[Tokens, list[tuple[int, int]]]]:

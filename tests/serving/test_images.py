@@ -158,6 +158,8 @@ def test_what_is_no_image_is_refused(sees: Sees) -> None:
         (image(good, "webp"), "png and jpeg are read"),
         (image(good, "jpeg"), "begin like a file of its format"),
         (image(good[:30]), "image 0 of datum 0"),
+        (image(good[:-900]), "image 0 of datum 0"),
+        (image(picture(2000, 3)), "aspect ratio"),
         (image(bomb()), "image 0 of datum 0"),
         (image(good, expected_tokens=3), "expected_tokens 3"),
         (image(good, override_dimensions={}), "override_dimensions"),

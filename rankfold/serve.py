@@ -41,58 +41,90 @@ STANDS_FOR = {
 def build_parser() -> CommandLine:
     """Returns the parser with all options."""
     parser = CommandLine(description=__doc__, stands_for=STANDS_FOR)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a partitioned base")
-    parser.add_argument("--name", help="name of the base that clients give beside its folder (default: none)")
-    parser.add_argument("--port", type=int, default=8000, help="default 8000")
-    parser.add_argument(
+    _add_model(parser.add_argument_group("model"))
+    _add_server(parser.add_argument_group("server"))
+    _add_limits(parser.add_argument_group("limits of each key"))
+    layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")
+    layout.add_argument("--tensor", type=int, default=1, metavar="N", help="ranks that share each layer (default 1)")
+    layout.add_argument("--pipeline", type=int, default=1, metavar="N", help="ranks that share the layers (default 1)")
+    layout.add_argument(
+        "--context", type=int, default=1, metavar="N", help="ranks that share each row of tokens (default 1)"
+    )
+    layout.add_argument(
+        "--data",
+        type=int,
+        metavar="N",
+        help="copies of the model, which share the rows (default 1; under torchrun all ranks left)",
+    )
+    layout.add_argument(
+        "--expert",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks over which the experts of a mixture are divided (default 1)",
+    )
+    return parser
+
+
+def _add_model(model: argparse._ArgumentGroup) -> None:
+    model.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, or a partitioned base"
+    )
+    model.add_argument("--name", help="a name of the base that clients may give in place of DIR (default: none)")
+    model.add_argument("--dtype", choices=DTYPES, help="of weights and arithmetic (default float32)")
+    model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
+    model.add_argument("--kernels", choices=KERNELS, default="auto", help="backend of the ops (default auto)")
+    model.add_argument(
+        "--tokens",
+        type=read_length,
+        default=4096,
+        metavar="N",
+        help="most tokens of a micro-batch, which rows of several clients share, as 8192 or 8k (default 4096)",
+    )
+    model.add_argument(
+        "--slots", type=int, default=16, metavar="N", help="completions that are sampled at a time (default 16)"
+    )
+    model.add_argument(
+        "--resident",
+        type=read_gib,
+        metavar="GIB",
+        help="most memory of adapters with their optimizers on the device, as 8 or 8GiB; the others wait in their "
+        "files and come back as they were (default: a quarter of what is free beside the base)",
+    )
+
+
+def _add_server(server: argparse._ArgumentGroup) -> None:
+    server.add_argument("--port", type=int, default=8000, help="default 8000")
+    server.add_argument(
         "--host",
         default="127.0.0.1",
         help="address to listen at (default 127.0.0.1: this machine alone). There is no TLS here: put a proxy in front "
         "before others reach it",
     )
-    parser.add_argument("--state", type=Path, default=Path("served"), help="the server's folder (default: served)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float32")
-    parser.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="backend of the ops (default auto)")
-    parser.add_argument(
-        "--tokens", type=read_length, default=4096, help="most tokens of a micro-batch of several rows (default 4096)"
+    server.add_argument(
+        "--state", type=Path, default=Path("served"), metavar="DIR", help="the server's folder (default served)"
     )
-    parser.add_argument("--slots", type=int, default=16, help="completions sampled at a time (default 16)")
-    parser.add_argument(
-        "--resident",
-        type=read_gib,
-        help="most memory of adapters with their optimizers on the device, such as 8GiB; the others wait in their "
-        "files and come back as they were (default: a quarter of what is free beside the base)",
-    )
-    parser.add_argument("--models", type=int, default=16, help="models that one key may have at a time (default 16)")
-    parser.add_argument(
-        "--key-tokens",
-        type=read_length,
-        default=64 << 20,
-        help="tokens of a key's requests that may wait to be executed (default 64M)",
-    )
-    parser.add_argument(
-        "--key-disk",
-        type=read_gib,
-        help="most bytes of a key's models and saved weights, such as 100GiB (default: any)",
-    )
-    parser.add_argument(
+    server.add_argument(
         "--session-hours",
         type=float,
         default=24.0,
-        help="hours of silence after which a session ends, and its models are unloaded (default 24)",
+        metavar="HOURS",
+        help="silence after which a session ends, and its models are unloaded (default 24)",
     )
-    layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")
-    layout.add_argument("--tensor", type=int, default=1, help="ranks that share each layer (default 1)")
-    layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
-    layout.add_argument("--context", type=int, default=1, help="ranks that share each row of tokens (default 1)")
-    layout.add_argument(
-        "--data", type=int, help="copies of the model, which share the rows (default 1; under torchrun all ranks left)"
+
+
+def _add_limits(limits: argparse._ArgumentGroup) -> None:
+    limits.add_argument("--models", type=int, default=16, metavar="N", help="models at a time (default 16)")
+    limits.add_argument(
+        "--key-tokens",
+        type=read_length,
+        default=64 << 20,
+        metavar="N",
+        help="tokens of requests that wait to be executed (default 64M)",
     )
-    layout.add_argument(
-        "--expert", type=int, default=1, help="ranks over which the experts of a mixture are divided (default 1)"
+    limits.add_argument(
+        "--key-disk", type=read_gib, metavar="GIB", help="models and saved weights on disk, as 100GiB (default: any)"
     )
-    return parser
 
 
 def main() -> None:

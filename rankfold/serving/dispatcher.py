@@ -55,6 +55,8 @@ class Dispatcher:
         usage: Callable[[], Usage] | None = None,
     ) -> None:
         self._figures, self._usage, self._asked = figures or Figures(), usage, -math.inf
+        self._is_stale = False
+        """Whether something was executed since the backend was asked what it holds."""
         self._journal, self._backend, self._finished, self._lost = journal, backend, finished, lost
         self._folder, self._shortage = folder, shortage
         self._changed = threading.Condition()
@@ -186,13 +188,16 @@ class Dispatcher:
         group: list[Waiting] = []
         with self._changed:
             while not self._ends and not self._between and not (group := self._queue.take()):
-                self._changed.wait()
+                if not self._changed.wait(_USAGE_SECONDS if self._is_stale else None):
+                    break
             work, self._between = self._between, []
         for one in work:
             try:
                 one()
             except (NotWritten, OSError) as problem:
                 say(f"something that is done by the clock waits for another time: {problem}")
+        if self._is_stale and not group:
+            self._ask_usage()
         return None if self._ends else group
 
     def _execute(self, group: Sequence[Waiting]) -> None:
@@ -212,6 +217,7 @@ class Dispatcher:
         self._figures.begin(first.kind, len(group))
         outcomes = self._backend.execute([self._task(one.command) for one in group])
         self._figures.end()
+        self._is_stale = self._usage is not None
         self._ask_usage()
         for one, outcome in zip(group, outcomes, strict=True):
             self._note(one, outcome)
@@ -223,10 +229,11 @@ class Dispatcher:
         self._standstill.over()
 
     def _ask_usage(self) -> None:
+        """Asks what the backend holds, unless that was a moment ago: who waits for commands asks again then."""
         if self._usage is not None and time.monotonic() - self._asked >= _USAGE_SECONDS:
             with suppress(BackendLost):  # who executes the next command finds out
                 self._figures.usage = self._usage()
-            self._asked = time.monotonic()
+            self._asked, self._is_stale = time.monotonic(), False
 
     def _note_figures(self, one: Waiting, outcome: Outcome) -> None:
         command, model = one.command, one.command.target

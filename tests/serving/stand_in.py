@@ -17,6 +17,7 @@ from rankfold.serving.attempts import Attempts
 from rankfold.serving.commands import Adapter, Saved, read_expiry, read_metadata, read_path
 from rankfold.serving.dispatcher import Dispatcher
 from rankfold.serving.exchange import BackendLost, Outcome, Restored, SavedWeights, Task, failure, success
+from rankfold.serving.figures import Usage
 from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Journal
 from rankfold.serving.supervised import Supervised
@@ -96,7 +97,9 @@ class StandIn:
 class Served:
     """A front with its journal and queue."""
 
-    def __init__(self, folder: Path, *, watch_key: str | None = None, **limits: Any) -> None:
+    def __init__(
+        self, folder: Path, *, watch_key: str | None = None, usage: Callable[[], Usage] | None = None, **limits: Any
+    ) -> None:
         self.folder = ServerFolder(folder)
         self.journal = Journal(self.folder.journal)
         self.backend = StandIn(self.folder)
@@ -122,6 +125,7 @@ class Served:
             finished=front.finished,
             lost=self.lost.append,
             figures=service.figures,
+            usage=usage,
         )
         service.dispatcher = self.dispatcher
         self.service, self.housekeeping = service, Housekeeping(service)

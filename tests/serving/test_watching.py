@@ -69,6 +69,28 @@ def test_figures_of_all_clients_are_counted(tmp_path: Path) -> None:
     served(tmp_path, use, watch_key=WATCH)
 
 
+def test_what_ranks_hold_is_asked_again_when_nothing_comes(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def usage() -> Usage:
+        asked.append(len(asked))
+        return Usage(resident=len(asked))
+
+    async def use(made: Served) -> None:
+        session = await made.session()
+        for number in range(2):
+            name = (await made.create(session, number)).json["request_id"]
+            assert (await made.result(name)).status == 200
+        soon = time.monotonic() + 10
+        while len(asked) < 2 and time.monotonic() < soon:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        assert len(asked) == 2, "at the start, and once the models were there for a while"
+        assert made.service.figures.usage == Usage(resident=2)
+
+    served(tmp_path, use, usage=usage)
+
+
 def test_clients_and_strangers_see_nothing(tmp_path: Path) -> None:
     async def use(made: Served) -> None:
         for path in ("metrics", "metrics.json"):

@@ -107,6 +107,7 @@ class RunCalls:
 
     async def _search(self, request: Request, owner: str) -> Response:
         _, asked = await self._service.json(request)
+        _check_search(asked)
         limit = 50 if asked.get("limit") is None else whole_of(asked, "limit", 1, 200)
         found = [one for one in self._catalogue.sessions(owner) if _matches(one, asked)]
         if (cursor := asked.get("cursor")) is not None:
@@ -146,6 +147,39 @@ def _status(session: Session) -> dict[str, Any]:
     }
 
 
+_FORMS: Mapping[str, tuple[Any, str]] = {
+    "session_id": (str, "a text"),
+    "display_name": (str, "a text"),
+    "project_ids": ([str], "a list of texts"),
+    "user_metadata": (dict, "a mapping"),
+    "owner": ({"type": str, "owner_urns": [str]}, "a mapping with a type, and a list of owner_urns where that is user"),
+    "statuses": ([{"type": str, "reasons": [str]}], "a list of mappings with a type, and lists of reasons"),
+    "cursor": (dict, "next_cursor of the page before"),
+}
+
+
+def _check_search(asked: Mapping[str, Any]) -> None:
+    """Checks the forms of what sessions are searched by.
+
+    Raises:
+        UserError: one has another form.
+    """
+    for name, (form, words) in _FORMS.items():
+        if asked.get(name) is not None and not _has_form(asked[name], form):
+            raise UserError(f"{name} is to be {words}: change it, or leave it out.")
+
+
+def _has_form(value: object, form: Any) -> bool:
+    """Returns whether a value is of a type, a list of values of a form, or a mapping whose entries have forms."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(one, form[0]) for one in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            value.get(name) is None or _has_form(value[name], own) for name, own in form.items()
+        )
+    return isinstance(value, form)
+
+
 def _matches(session: Session, asked: Mapping[str, Any]) -> bool:
     """Returns whether a session is one of those that are looked for."""
     name, words = asked.get("session_id"), asked.get("display_name")
@@ -161,7 +195,7 @@ def _matches(session: Session, asked: Mapping[str, Any]) -> bool:
     if not all(has.get(key) == value for key, value in pairs.items()):
         return False
     asked_owner = asked.get("owner") or {"type": "own"}
-    if asked_owner.get("type") == "user" and session.owner not in asked_owner.get("owner_urns", []):
+    if asked_owner.get("type") == "user" and session.owner not in (asked_owner.get("owner_urns") or []):
         return False
     return statuses is None or any(_has_status(session, one) for one in statuses)
 
@@ -175,5 +209,5 @@ def _has_status(session: Session, wanted: Mapping[str, Any]) -> bool:
 def _place(cursor: Mapping[str, Any]) -> tuple[datetime, str]:
     try:
         return datetime.fromisoformat(str(cursor["last_created_at"])).astimezone(UTC), str(cursor["last_session_id"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise UserError("cursor is none of this server's: send next_cursor of the page before.") from None

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.errors import UserError
 from rankfold.serving.commands import read_metadata, text_of
 from rankfold.serving.compressed import can_decompress
 from rankfold.serving.sdk_versions import remark
@@ -95,6 +96,9 @@ class SessionCalls:
         if self._service.journal.session_state(session, owner) is None:
             raise HTTPException(404, f"there is no session {session[:64]!r}.")
         _, said = await self._service.json(request)
+        reason = said.get("reason")
+        if reason is not None and not (isinstance(reason, dict) and isinstance(reason.get("type"), str)):
+            raise UserError("reason is to be a mapping with a type, such as {type: success}: change it.")
         ending = json.dumps({name: said.get(name) for name in ("reason", "detail")})
         self._service.end_sessions({session: ending})
         return JSONResponse({})

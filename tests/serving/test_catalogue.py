@@ -70,6 +70,16 @@ def test_lists(tmp_path: Path) -> None:
             assert await search(**asked) == [session], asked
         assert await search(statuses=[{"type": "client_finished", "reasons": ["success"]}]) == []
         assert len(await search(statuses=[{"type": "active"}])) == 3
+        wrong: dict[str, Any]
+        for wrong in (
+            {"statuses": ["active"]}, {"statuses": [{"type": "client_finished", "reasons": 3}]}, {"project_ids": 3},
+            {"user_metadata": ["a"]}, {"owner": "own"}, {"owner": {"type": "user", "owner_urns": 1}}, {"limit": 0},
+            {"display_name": 7}, {"cursor": 5}, {"cursor": {"last_created_at": "0001-01-01T00:00:00+23:00"}},
+            {"cursor": {"last_created_at": "0001-01-01T00:00:00+23:00", "last_session_id": "a"}},
+        ):  # fmt: skip
+            assert (await server.ask("sessions/search", wrong)).status == 400, wrong
+        for wrong in ({"reason": "x"}, {"reason": {"type": 3}}):
+            assert (await server.ask(f"sessions/{of_run}/finish", wrong)).status == 400, wrong
         pages: list[list[str]] = []
         cursor = None
         while cursor is not None or not pages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import UserError
-from rankfold.benchmarking.small_run import SMALL_LLAMA, write_small_run
+from rankfold.benchmarking.small_run import SMALL_MIXTURE, write_small_run
+from rankfold.serve import main
 from tests.serving.bodies import adam
+from tests.serving.clients import write_base
 from tests.serving.served_ranks import CLIENTS, ONE_RANK, Layout, Served, kept, trained_in
 from tests.support.spawning import spawn
 from tests.tenants.test_shared_base import SMALLER
@@ -36,6 +39,14 @@ LAYOUTS = {
     "pipeline, data": Layout(4, {"pipeline": 2}),
     "pipeline, nf4": Layout(2, {"pipeline": 2}, {"base_dtype": "nf4"}),
 }
+OF_EXPERTS = {
+    "tensor": Layout(2, {"tensor": 2}),
+    "pipeline": Layout(2, {"pipeline": 2}),
+    "expert, data": Layout(2, {"expert": 2}),
+    "expert, tensor": Layout(2, {"tensor": 2, "expert": 2}),
+    "expert, context": Layout(2, {"context": 2, "expert": 2}),
+}
+"""Layouts of a mixture of experts."""
 SAME_SUMS = ("one", "nf4", "pipeline", "pipeline, nf4")
 """Layouts that add up in the order of one rank."""
 BOUND = 4e-6
@@ -44,12 +55,18 @@ BOUND = 4e-6
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoConfig, LlamaForCausalLM
+    return write_base(tmp_path_factory.mktemp("base"))
 
-    folder: Path = tmp_path_factory.mktemp("base")
-    write_small_run(folder, {**SMALL_LLAMA, **SMALLER})
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    write_small_run(folder, {**SMALL_MIXTURE, **SMALLER})
     torch.manual_seed(0)
-    LlamaForCausalLM(AutoConfig.from_pretrained(folder, initializer_range=0.1)).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -113,6 +130,26 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
     assert first == second and len(first) == 2 and all("No space left" in one for one in first)
 
 
+@pytest.mark.parametrize(
+    ("words", "started", "sentence"),
+    [
+        ("--data 0", None, "--data is 0, but 1 or more is expected"),
+        ("--tensor 0", None, "--tensor is 0"),
+        ("--expert 3 --data 2", None, "--expert is 3, but a pipeline stage has 2"),
+        ("--tensor 2", "3", "has 3 ranks and --tensor 2"),
+        ("--tensor 2 --data 3", "4", "the layout has 6 ranks, but torchrun has started 4"),
+    ],
+)
+def test_what_is_no_layout(
+    words: str, started: str | None, sentence: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if started is not None:
+        monkeypatch.setenv("WORLD_SIZE", started)
+    monkeypatch.setattr("sys.argv", ["rankfold serve", "--model", str(base), *words.split()])
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        main()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_client_has_what_it_has_alone(name: str, base: Path, tmp_path: Path) -> None:
@@ -132,6 +169,25 @@ def test_each_client_has_what_it_has_alone(name: str, base: Path, tmp_path: Path
     print(f"{name}: {largest_error:.1e}")
     assert largest_error <= (0.0 if name in SAME_SUMS else BOUND)
     assert tokens(together) == tokens(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_clients_of_a_mixture(name: str, mixture: Path, tmp_path: Path) -> None:
+    """As clients of a dense model; log-probabilities are compared with those of one rank, as an update of a number
+    whose gradient is rounding alone may be any."""
+    together = run(mixture, tmp_path / "together", OF_EXPERTS[name], list(CLIENTS), [0, 1])
+    files = kept(tmp_path / "together")
+    for place, model in list(enumerate(CLIENTS))[::2]:
+        alone = run(mixture, tmp_path / model, OF_EXPERTS[name], [model], [0, 1])
+        assert together["samples"][place] == alone["samples"][0]
+        for tensor, expected in kept(tmp_path / model)[model].items():
+            assert torch.equal(files[model][tensor], expected), (model, tensor)
+    one = run(mixture, tmp_path / "one", ONE_RANK, list(CLIENTS), [0, 1])
+    apart = max(float((a - b).abs().max()) for a, b in zip(together["logps"], one["logps"], strict=True))
+    print(f"mixture, {name}: {apart:.1e}")
+    assert apart < 1e-5 and tokens(together) == tokens(one)
+    assert run(mixture, tmp_path / "together", ONE_RANK, list(CLIENTS)[:2], [])["again"]
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ ROWS_CUT = 4e-7
 """Sequence parallelism: the gradient of A of a column-parallel linear is the sum of the tensor ranks' sums over the
 tokens that each holds, and neighbours change which these are."""
 RING = 1e-5
-"""Four ranks add up a number in an order that depends on its place in what they add up."""
+"""Three ranks and more add up a number in an order that depends on its place in what they add up."""
 LAYOUTS = {
     "tp2": Layout(2, TP2),
     "tp2 joint": Layout(2, {**TP2, "lora_reduce": "joint"}),

@@ -86,6 +86,7 @@ LAYOUTS = {
     "tp2 joint": Layout(2, {**TP2, "lora_reduce": "joint"}),
     "tp2 sequence": Layout(2, {"tensor": 2}, apart=ROWS_CUT),
     "pp2": Layout(2, {"pipeline": 2}),
+    "pp2 virtual": Layout(2, {"pipeline": 2, "virtual": 2}),
     "pp2 zb_h1": Layout(2, {"pipeline": 2, "schedule": "zb_h1"}),
     "cp2 ring": Layout(2, {"context": 2}),
     "cp2 ulysses": Layout(2, {"context": 2, "context_method": "ulysses"}),

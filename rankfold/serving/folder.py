@@ -1,6 +1,7 @@
 """The server's folder: which file holds what. Needs no torch.
 
     journal.sqlite                              what was promised and done
+    base.json                                   config.json of the model that the adapters are of
     attempts.json                               what was being executed, as processes ended
     models/MODEL.safetensors                    each live model as of its last optimizer step
     weights/MODEL/NAME.safetensors              what save_weights saved
@@ -14,14 +15,20 @@ A colon in a model's name is an underscore in that of a file.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from engine.errors import UserError
+from engine.files.documents import read_json
+from engine.files.durable import write_durably
 from rankfold.serving.commands import Saved
 
 _UNNAMED = "_unnamed-"  # no client can give such a name
 _INFLIGHT = "_inflight"
+_NO_MATTER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Fields of a model's config.json that may change."""
 _SPARE_BYTES = 1 << 20
 _KEPT = 16
 """Unnamed weights of a sampler that each model keeps."""
@@ -39,6 +46,27 @@ class ServerFolder:
         self.root = root
         for name in ("models", "weights", "sampler_weights") if makes else ():
             (root / name).mkdir(parents=True, exist_ok=True)
+
+    def take_base(self, model: Path) -> None:
+        """Notes which model the adapters here are of, the first time.
+
+        Args:
+            model: folder of the checkpoint.
+
+        Raises:
+            UserError: they are of another one.
+        """
+        path, config = self.root / "base.json", model / "config.json"
+        if not config.is_file():
+            return  # the process that has the model says what is missing
+        said = {name: value for name, value in read_json(config).items() if name not in _NO_MATTER}
+        if not path.is_file():
+            write_durably(path, json.dumps(said))
+        elif read_json(path) != said:
+            raise UserError(
+                f"{self.root} has adapters of another model than {model}, whose config.json differs: give the --model that "
+                "it was started with, or another --state."
+            )
 
     @property
     def journal(self) -> Path:

@@ -223,6 +223,7 @@ def run_server(
     journal = Journal(folder.journal)
     backend: ModelProcess | None = None
     try:
+        folder.take_base(model.path)
         backend = ModelProcess(model, folder)
         service = Service(
             names=names,

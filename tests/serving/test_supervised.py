@@ -16,6 +16,7 @@ import pytest
 from engine.errors import UserError
 from rankfold.serving.attempts import MOST, Attempts
 from rankfold.serving.exchange import BackendLost, Outcome, Restored, Task, failure, success
+from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Damaged, Journal, NotWritten
 from tests.serving.bodies import adam, forward_backward, sample
 
@@ -330,3 +331,15 @@ def test_a_sampler_keeps_its_weights(tmp_path: Path) -> None:
         assert without.status == 400 and server.journal.command(f"{model}:2") is None, "nothing was promised"
 
     served(tmp_path, use)
+
+
+def test_a_folder_has_the_adapters_of_one_model(tmp_path: Path) -> None:
+    for name, width in (("one", 8), ("moved", 8), ("other", 16)):
+        (tmp_path / name).mkdir()
+        config = {"hidden_size": width, "_name_or_path": name, "dtype": "float32" if name == "one" else "bfloat16"}
+        (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    folder = ServerFolder(tmp_path / "state")
+    for name in ("one", "moved", "one", "none"):
+        folder.take_base(tmp_path / name)
+    with pytest.raises(UserError, match="has adapters of another model than .*other"):
+        folder.take_base(tmp_path / "other")

@@ -16,6 +16,7 @@ from typing import Any
 from engine.errors import UserError
 from engine.files.strict_json import ANSWER_LIMITS, JsonFlaw, parse_json
 
+_MOST_BRACKETS = 100_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 KINDS = ("weights", "sampler_weights", "external_weights")
 """Kinds of saved weights: to train on, to sample from, and a PEFT adapter to download."""
@@ -69,8 +70,10 @@ def read_json(body: bytes) -> dict[str, Any]:
     """Returns the mapping that a body holds.
 
     Raises:
-        UserError: it holds none.
+        UserError: it holds none, or as many lists and objects as no request has.
     """
+    if body.count(b"[") + body.count(b"{") > _MOST_BRACKETS:  # each takes many times its bytes in memory
+        raise UserError(f"the body of the request has more than {_MOST_BRACKETS} lists and objects: send less in it.")
     try:
         found = parse_json(body, ANSWER_LIMITS)
     except JsonFlaw as flaw:

@@ -64,8 +64,8 @@ class ServerFolder:
             write_durably(path, json.dumps(said))
         elif read_json(path) != said:
             raise UserError(
-                f"{self.root} has adapters of another model than {model}, whose config.json differs: give the --model that "
-                "it was started with, or another --state."
+                f"{self.root} has adapters of another model than {model}, whose config.json differs: give the --model "
+                "that it was started with, or another --state."
             )
 
     @property

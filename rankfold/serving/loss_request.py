@@ -41,6 +41,8 @@ _NUMBERS = {
 }
 _SEVERAL = ("cross_entropy", CUSTOM)
 """Losses that take several targets of a token."""
+_MOST_DATA = 20_000
+"""Data of a request, with its other fields; the SDK sends 1,024 at a time."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _ALL_CELLS = 1 << 24
 """Elements of the targets of a request, at most."""
@@ -92,16 +94,17 @@ def head_of(body: bytes) -> tuple[str, int]:
     Raises:
         UserError: the body is no such request.
     """
-    message = _message(body, only=("model_id", "seq_id"))  # its data are read where it is executed
+    # its data are read where it is executed, and who reads a head keeps others waiting
+    message = _message(body, only=("model_id", "seq_id"), most=_MOST_DATA)
     model, seq = message.get("model_id", ""), message.get("seq_id", 0)
     if not model or not 1 <= seq < 2**31:
         raise UserError("the request has no model_id, or no seq_id of 1 or more, which orders a model's requests.")
     return model, seq
 
 
-def _message(body: bytes, only: Collection[str] | None = None) -> Message:
+def _message(body: bytes, only: Collection[str] | None = None, most: int | None = None) -> Message:
     try:
-        return decode("ForwardBackwardRequest", body, only=only)
+        return decode("ForwardBackwardRequest", body, only=only, most=most)
     except WireError as flaw:
         raise UserError(
             f"the body is no ForwardBackwardRequest in protobuf: {flaw}. SDK 0.25 and newer send one: install one of "

@@ -121,19 +121,21 @@ class _Piece(NamedTuple):
     value: int | memoryview
 
 
-def decode(name: str, data: bytes | memoryview, *, only: Collection[str] | None = None) -> Message:
+def decode(
+    name: str, data: bytes | memoryview, *, only: Collection[str] | None = None, most: int | None = None
+) -> Message:
     """Returns a message.
 
     Args:
         name: of the message, a key of `MESSAGES`.
         data: its encoding.
         only: names of the fields that are read; None for all.
+        most: fields that it may have, with those of the messages in it that are read; None for `MOST_PIECES`.
 
     Raises:
-        WireError: the bytes are no message of that name, or it has more than `MOST_PIECES` fields, with those of the
-            messages in it.
+        WireError: the bytes are no message of that name, or it has more fields.
     """
-    return _Reader().message(name, memoryview(data), only)
+    return _Reader(MOST_PIECES if most is None else most).message(name, memoryview(data), only)
 
 
 def encode(name: str, message: Mapping[str, Any]) -> bytes:
@@ -164,8 +166,8 @@ def encode(name: str, message: Mapping[str, Any]) -> bytes:
 class _Reader:
     """Reads a message. A field takes a hundred times its bytes in memory, so that fields are counted."""
 
-    def __init__(self) -> None:
-        self._left = MOST_PIECES
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
 
     def message(self, name: str, data: memoryview, only: Collection[str] | None = None) -> Message:
         fields, found = MESSAGES[name], Message()
@@ -185,7 +187,7 @@ class _Reader:
     def _count(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise WireError(f"it has more than {MOST_PIECES} fields, with those of the messages in it")
+            raise WireError(f"it has more than {self._most} fields, with those of the messages in it")
 
     def _pieces(self, data: memoryview) -> Iterator[_Piece]:
         place = 0

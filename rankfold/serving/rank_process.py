@@ -96,7 +96,8 @@ def run_rank(connection: Connection | None, model: ServedModel, folder: ServerFo
     ranks = backend.ranks
     if ranks.is_first:
         assert connection is not None
-        connection.send((ANSWER, backend.context))
+        with suppress(ConnectionError):
+            connection.send((ANSWER, backend.context))
     while True:
         found = ranks.told(_next(connection) if ranks.is_first else None)
         if found == _CLOSE:
@@ -106,7 +107,8 @@ def run_rank(connection: Connection | None, model: ServedModel, folder: ServerFo
             answer = getattr(backend, name)(*args)
             if ranks.is_first:
                 assert connection is not None
-                connection.send((ANSWER, answer))
+                with suppress(ConnectionError):  # the next command says that the front is gone
+                    connection.send((ANSWER, answer))
     stop()
 
 
@@ -117,7 +119,7 @@ def _next(connection: Connection | None) -> Any:
     assert connection is not None
     try:
         return connection.recv() if connection.poll(BEAT_SECONDS) else None
-    except EOFError:
+    except (EOFError, ConnectionError):  # the front is gone, perhaps before it has read an answer
         return _CLOSE
 
 

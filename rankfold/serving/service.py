@@ -31,6 +31,7 @@ from rankfold.serving.folder import ServerFolder
 from rankfold.serving.journal import Journal, Model
 from rankfold.serving.signed_files import SignedFiles
 
+_LONG = 1 << 16
 MAX_SEQ = 2**31 - 1
 """The largest number that a client gives a model, sampler or request."""
 _LATER = {"retry-after": "5"}
@@ -166,7 +167,9 @@ class Service:
 
     async def json(self, request: Request) -> tuple[bytes, dict[str, Any]]:
         body = await self.body(request, self.limits.json_bytes)
-        return body, read_json(body)
+        if len(body) < _LONG:
+            return body, read_json(body)
+        return body, await asyncio.to_thread(read_json, body)  # others are answered meanwhile
 
     def check_base(self, name: object) -> None:
         if name not in self.names:

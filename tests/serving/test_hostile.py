@@ -189,6 +189,7 @@ def test_json_that_takes_more_than_its_bytes(tmp_path: Path) -> None:
         model = (await server.create(await server.session())).json["model_id"]
         for body, status in (
             (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+            (b'{"a": [' + b"[]," * 100_000 + b"[]]}", 400),
             (b'{"a": ' + b'{"b":' * 10_000 + b"1" + b"}" * 10_001, 400),
             (b'{"model_id": 1, "model_id": 2}', 400),
             (b'{"seq_id": ' + b"9" * 100_000 + b"}", 400),
@@ -272,6 +273,8 @@ def test_a_message_of_small_fields_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with suppress(WireError):
         decode("ForwardBackwardRequest", deep)
     head = encode("ForwardBackwardRequest", {"model_id": "m", "seq_id": 1})
+    with pytest.raises(UserError, match="more than 20000 fields"):
+        head_of(head + b"\x1a\x00" * 20_000)
     began = time.perf_counter()
     assert head_of(head + b"\x1a\x80\x80\x80\x04" + bytes(8 << 20)) == ("m", 1), "its data are not read"
     assert time.perf_counter() - began < 1.0

@@ -29,6 +29,8 @@ from rankfold.serving.ranks import Ranks
 _OPTIMIZER_BYTES = 16
 """Of each parameter of an adapter: fp32 gradient, master and two moments."""
 _SILENT = Log(1)
+_IDLE = 4
+"""Adapters that are asked for, for each place, until one that was not among them counts as idle."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,12 +42,14 @@ class _Place:
         kind: of its adapter, with seed 0.
         loss: its objective.
         content: a model's name, or path and request of saved weights; None for nothing.
+        used: how many adapters had been asked for when it was used last.
     """
 
     number: int
     kind: Adapter
     loss: ClientLoss
     content: str | tuple[str, str] | None = None
+    used: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,6 +95,8 @@ class Residents:
         self._places: dict[str | tuple[str, str], _Place] = {}
         """By their content, the one that was used least recently first."""
         self._sizes: dict[Adapter, int] = {}
+        self._asked = 0
+        """How many adapters were asked for so far."""
 
     def __contains__(self, model: str) -> bool:
         return model in self._models
@@ -147,9 +153,8 @@ class Residents:
         Raises:
             UserError: its file cannot be read; the model rests as before.
         """
-        if (place := self._places.pop(model, None)) is not None:
-            self._places[model] = place
-            return self._tenants[place.number]
+        if (found := self._found(model)) is not None:
+            return found
         known, path = self._models[model], self._folder.model(model)
         written = self._ranks.decided(lambda: _written(path))
         training = self._place(model, known.adapter, path, written, keep, optimizer=True)
@@ -176,10 +181,17 @@ class Residents:
             UserError: the file cannot be read.
         """
         content = str(path), written.request  # another request may have written the file anew
-        if (place := self._places.pop(content, None)) is not None:
-            self._places[content] = place
-            return self._tenants[place.number]
+        if (found := self._found(content)) is not None:
+            return found
         return self._place(content, replace(written.adapter, seed=0), path, written, (), optimizer=False)
+
+    def _found(self, content: str | tuple[str, str]) -> Training | None:
+        """Returns an adapter that is on the device, and notes that it is used."""
+        self._asked += 1
+        if (place := self._places.pop(content, None)) is None:
+            return None
+        self._places[content], place.used = place, self._asked
+        return self._tenants[place.number]
 
     def parts(self, models: Sequence[str]) -> list[list[str]]:
         """Returns models in lists of those that fit on the device together, in their order."""
@@ -214,7 +226,7 @@ class Residents:
         except UserError:
             self._tenants.remove(place.number)
             raise
-        place.content = content
+        place.content, place.used = content, self._asked
         self._places[content] = place
         return training
 
@@ -233,6 +245,8 @@ class Residents:
         Returns:
             Such a place; None where one is to be built.
         """
+        if takes_over and (place := self._idle_reader(kind)) is not None:
+            return place
         needed = self._size(kind)
         used = sum(self._size(place.kind) for place in self._places.values())
         for content, place in list(self._places.items()):
@@ -244,11 +258,25 @@ class Residents:
                 self._rest(self._models[content], self._tenants[place.number])
             del self._places[content]
             used -= self._size(place.kind)
-            # a loss scale is part of what is built
-            if takes_over and place.kind == kind and self._tenants[place.number].optimizer.loss_scale is None:
+            if takes_over and self._takes_over(place, kind):
                 return place
             self._tenants.remove(place.number)
         return None
+
+    def _idle_reader(self, kind: Adapter) -> _Place | None:
+        """Returns the place of saved weights of a kind for which nobody has asked in a long time: a client that trains
+        samples its newest weights, and does not come back to those before."""
+        for content, place in self._places.items():
+            if not isinstance(content, str) and self._takes_over(place, kind):
+                if self._asked - place.used <= _IDLE * len(self._places):
+                    return None  # the others were used later
+                del self._places[content]
+                return place
+        return None
+
+    def _takes_over(self, place: _Place, kind: Adapter) -> bool:
+        """Returns whether an adapter of a kind can be read into a place; a loss scale is part of what is built."""
+        return place.kind == kind and self._tenants[place.number].optimizer.loss_scale is None
 
     def _rest(self, model: _Model, training: Training) -> None:
         """Keeps what a model's file has not."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from rankfold.serving.adapter_file import read_adapter
 from rankfold.serving.commands import Saved
 from tests.serving.bodies import adam, datum, forward_backward, random_datum, read_output, read_samples, sample
 from tests.serving.clients import MODEL, OTHER, THIRD, VOCAB, Client, peft_model, peft_tensors, write_base
@@ -250,6 +251,35 @@ def test_models_that_rest_come_back_exactly(base: Path, tmp_path: Path) -> None:
         assert not outcome.good and b"is damaged" in outcome.body
     later.seq[OTHER] = 99
     assert later.train(OTHER, data(0)).good
+
+
+def test_readers_are_neither_built_nor_read_needlessly(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+
+    def noted(path: Path, *args: Any, **options: Any) -> None:
+        reads.append(path.stem)
+        read_adapter(path, *args, **options)
+
+    monkeypatch.setattr("rankfold.serving.residents.read_adapter", noted)
+    asked = sample("t", 0, [5, 6], 1, max_tokens=1, seed=8)
+
+    def sampled(name: str) -> bytes:
+        (outcome,) = client.samples(f"tinker://{MODEL}/sampler_weights/{name}", asked)
+        assert outcome.good
+        return outcome.body
+
+    names = [f"p{number}" for number in range(5)]
+    for name in names:
+        assert client.do(MODEL, "save_weights_for_sampler", path=name).good
+    bodies = [sampled(name) for name in names * 3]
+    assert reads == names and bodies[:5] * 3 == bodies, "in turns all of them stay"
+    places = len(client.backend._residents._places)
+    for step in range(12):  # the newest weights of a client that trains
+        client.do(MODEL, "save_weights_for_sampler", path=f"q{step}")
+        for _ in range(5):
+            client.backend._training(MODEL)
+            sampled(f"q{step}")
+    assert len(client.backend._residents._places) <= places + 4, "weights that nobody asks for make way"
 
 
 WRONG: tuple[tuple[str, bytes, str], ...] = (

@@ -14,6 +14,9 @@ from rankfold.serving.chunks import PlacesImages, read_json_chunks
 from rankfold.serving.commands import flag_of, number_of, whole_of
 from rankfold.serving.tensors import CELLS, read_json_tensor
 
+_DRAWS = 1024
+"""Tokens that are drawn at a position, at most."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -114,25 +117,25 @@ def read_sample(
         best_of_samples=_width(request, "topk_sample_logprobs", max_tokens or room, vocab_size),
         targets=targets,
         targets_layout=layout,
-        alternatives=_width(request, "prompt_alt_tokens_k", len(prompt), CELLS),
+        alternatives=_width(request, "prompt_alt_tokens_k", len(prompt), _DRAWS, _DRAWS << 8),
         images=placed,
     )
     asked = scored or found.best_of_prompt or found.best_of_samples or found.alternatives or targets is not None
-    if placed and asked:
+    if placed and asked and placed[-1].spans[-1][1] == len(prompt):
         raise UserError(
-            "the prompt has images, and log-probabilities of it or top ones are asked for, which are computed for text "
-            "alone here: leave them out, or ask forward for them."
+            "the prompt ends with an image, and log-probabilities are asked for: end it with a token of text, such as "
+            "the one that the model's template has behind images."
         )
     return found
 
 
-def _width(request: Mapping[str, Any], name: str, positions: int, most: int) -> int:
+def _width(request: Mapping[str, Any], name: str, positions: int, most: int, cells: int = CELLS) -> int:
     """Returns how many tokens are asked for at each position."""
     found = 0 if request.get(name) is None else whole_of(request, name, 0, most)
-    if found * positions > CELLS:
+    if found * positions > cells:
         raise UserError(
-            f"{name} is {found}, for {positions} positions, but at most {CELLS} numbers are given together: set it to "
-            f"{CELLS // positions} or less."
+            f"{name} is {found}, for {positions} positions, but at most {cells} numbers are given together: set it to "
+            f"{cells // positions} or less."
         )
     return found
 

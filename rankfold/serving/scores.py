@@ -19,6 +19,7 @@ from engine.inference.token_scores import Question, token_scores
 from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
 from engine.training.build import Training
+from rankfold.serving.images import ClientImages
 from rankfold.serving.ranks import Ranks
 from rankfold.serving.sample_request import Sample
 from rankfold.serving.sampling import first_row
@@ -32,13 +33,14 @@ _Tokens = NDArray[np.int64]
 
 
 class _Row(NamedTuple):
-    """A row to read: its tokens, the labels of its positions, what else is asked, and what gets the answer, which is
-    [T, 2, K]: ids, and their log-probabilities."""
+    """A row to read: its tokens, the labels of its positions, what else is asked, what gets the answer, which is
+    [T, 2, K]: ids, and their log-probabilities; and its images."""
 
     tokens: _Tokens
     labels: _Tokens
     question: Question
     take: Callable[[_Numbers], None]
+    images: tuple[Any, ...]
 
 
 class Scores:
@@ -46,10 +48,11 @@ class Scores:
 
     Args:
         spread, ranks: of the server.
+        images: of the requests.
     """
 
-    def __init__(self, spread: Spread, ranks: Ranks) -> None:
-        self._spread, self._ranks = spread, ranks
+    def __init__(self, spread: Spread, ranks: Ranks, images: ClientImages) -> None:
+        self._spread, self._ranks, self._images = spread, ranks, images
 
     def add(
         self, training: Training, requests: Mapping[str, Sample], answers: Mapping[str, list[dict[str, Any]]]
@@ -88,7 +91,8 @@ class Scores:
         prompts = [np.asarray(one.prompt, np.int64) for one in scored.values() if len(one.prompt) > 1]
         found: list[Tensor] = []
         if prompts:
-            batches = self._spread.rows([ids[:-1] for ids in prompts], [ids[1:] for ids in prompts])
+            seen = [one.images for one in scored.values() if len(one.prompt) > 1]
+            batches = self._rows([ids[:-1] for ids in prompts], [ids[1:] for ids in prompts], seen)
             found = self._spread.gathered({"": self._spread.log_probabilities(training, batches)})[""]
         answers = {}
         for name, request in scored.items() if self._ranks.is_first else ():
@@ -100,6 +104,15 @@ class Scores:
             answers[name] = scores.tobytes()
         return answers
 
+    def _rows(
+        self, tokens: Sequence[_Tokens], labels: Sequence[_Tokens], images: Sequence[tuple[Any, ...]]
+    ) -> list[list[Batch]]:
+        def dressed(row: Batch, place: int) -> Batch:
+            own = images[place]
+            return self._images.with_images(row, [(tokens[place], own)]) if own else row
+
+        return self._spread.rows(tokens, labels, dressed)
+
     def _read(self, training: Training, rows: Sequence[_Row]) -> None:
         if not rows:
             return
@@ -109,7 +122,7 @@ class Scores:
             question = Question() if place < 0 else rows[place].question
             return token_scores(model, out, batch, context, question)
 
-        batches = self._spread.rows([row.tokens for row in rows], [row.labels for row in rows])
+        batches = self._rows([row.tokens for row in rows], [row.labels for row in rows], [row.images for row in rows])
         found = self._spread.gathered({"": self._spread.read(training, batches, read)})[""]
         for row, one in zip(rows, found, strict=False):  # other ranks have none
             row.take(one.numpy().reshape(len(one), 2, -1))
@@ -140,7 +153,7 @@ def _prompt_rows(name: str, request: Sample, fields: dict[str, Any]) -> list[_Ro
         take(np.zeros((0, 2, named + best + drawn)))
         return []
     question = Question(best=best, drawn=drawn, row=first_row(name, request), draw_temperature=request.temperature)
-    return [_Row(ids[:-1], labels, question, take)]
+    return [_Row(ids[:-1], labels, question, take, request.images)]
 
 
 def _completion_row(request: Sample, completion: _Tokens, target: dict[str, Any]) -> _Row:
@@ -152,7 +165,7 @@ def _completion_row(request: Sample, completion: _Tokens, target: dict[str, Any]
         target["topk_sampled_logprobs"] = _listed(found[len(found) - count :, :, 1:], best, count, None)
 
     question = Question(best=best, temperature=request.temperature or 1.0)
-    return _Row(ids[:-1], _unnamed(len(ids) - 1), question, take)
+    return _Row(ids[:-1], _unnamed(len(ids) - 1), question, take, request.images)
 
 
 def _unnamed(length: int) -> _Tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -46,17 +46,23 @@ class Spread:
         """Returns the whole micro-batches of each copy of the model; `own` has those of this rank."""
         return micro_batches(request, self._tokens, copies=self._mesh.dp.size, multiple=self._multiple)
 
-    def rows(self, tokens: Sequence[NDArray[np.int64]], targets: Sequence[NDArray[np.int64]]) -> list[list[Batch]]:
+    def rows(
+        self,
+        tokens: Sequence[NDArray[np.int64]],
+        targets: Sequence[NDArray[np.int64]],
+        dressed: Callable[[Batch, int], Batch] = lambda row, place: row,
+    ) -> list[list[Batch]]:
         """Returns micro-batches of one document each, as `micro_batches`.
 
         Args:
             tokens: int64 [T] ids of each; the place of a micro-batch is that of its document.
             targets: int64 [T] or [T, K] what each position is to predict.
+            dressed: returns a row with what it has beside tokens, such as images; takes its place, too.
         """
         copies: list[list[Batch]] = [[] for _ in range(self._mesh.dp.size)]
         for place, (ids, labels) in enumerate(zip(tokens, targets, strict=True)):
             inputs = TokenInputs(loss="cross_entropy", numbers={}, place=place, lengths=(len(ids),))
-            row = documents_row([ids], [labels], self._multiple).with_parts(inputs)
+            row = dressed(documents_row([ids], [labels], self._multiple), place).with_parts(inputs)
             copies[place % len(copies)].append(row)
         return filled(copies, self._multiple)
 

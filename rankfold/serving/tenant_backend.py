@@ -89,7 +89,7 @@ class TenantBackend:
         self._images = ClientImages(self._family)
         self._sampler = Sampler(options.path, self.ranks, self._images, slots=options.slots, context=self.context)
         self._traced = TracedLosses(folder, self.ranks)
-        self._scores = Scores(self._spread, self.ranks)
+        self._scores = Scores(self._spread, self.ranks, self._images)
 
     def open_tokenizer(self) -> None:
         """Opens the tokenizer, which samples need.

@@ -18,6 +18,7 @@ from engine.errors import UserError
 from rankfold.serving.exchange import Task
 from rankfold.serving.images import ClientImages
 from rankfold.serving.loss_request import read_forward_backward
+from rankfold.serving.protobuf import decode
 from tests.serving.bodies import forward_backward, read_output, read_samples, sample, tensor
 from tests.serving.clients import MODEL, Client
 from tests.serving.served_ranks import Layout, Served
@@ -139,9 +140,18 @@ def test_they_are_sampled_with(sees: Sees) -> None:
         expected = sees.logits(ids, [data])[-1].log_softmax(-1)
         assert token == int(expected.argmax()) and abs(logp - float(expected[token])) < 2e-4
         ids.append(token)
-    body["prompt_logprobs"] = True
+    body |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
     (outcome,) = sees.client.samples("", json.dumps(body).encode())
-    assert b"the prompt has images" in outcome.body
+    prompt = [7, 8] + [sees.pad] * sees.count(data) + [9]
+    expected = sees.logits(prompt, [data])[:-1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(read_samples(outcome.body)[1][1:], own, atol=2e-4)
+    best = decode("SampleResponse", outcome.body)["topk_prompt_logprobs"]
+    found = np.frombuffer(best["logprobs"], "<f4").reshape(-1, 2)[1:]
+    np.testing.assert_allclose(found, expected.topk(2).values, atol=2e-4)
+    body["prompt"]["chunks"] = chunks[:2]
+    (outcome,) = sees.client.samples("", json.dumps(body).encode())
+    assert b"the prompt ends with an image" in outcome.body
 
 
 def bomb() -> bytes:
@@ -200,7 +210,9 @@ def test_ranks_see_what_one_does(sees: Sees, parallel: dict[str, int], tmp_path:
     data = [document(sees, number)[0] for number in (1, 0, 2)]
     asked = json.loads(sample("t", 0, [1], 2, max_tokens=4, temperature=0, stop=[]))
     picture_chunk = {"type": "image", "data": base64.b64encode(picture(70, 56)).decode(), "format": "png"}
-    asked["prompt"]["chunks"] = [{"type": "encoded_text", "tokens": [7]}, picture_chunk]
+    word = {"type": "encoded_text", "tokens": [7]}
+    asked["prompt"]["chunks"] = [word, picture_chunk, word]
+    asked["prompt_logprobs"] = True
     args = sees.client.backend._options.path, tmp_path / "one", Layout(1, {}), data, json.dumps(asked).encode()
     expected = over_ranks(*args)
     args = args[0], tmp_path / "two", Layout(2, parallel), *args[3:]
@@ -210,6 +222,7 @@ def test_ranks_see_what_one_does(sees: Sees, parallel: dict[str, int], tmp_path:
         assert loss == pytest.approx(own, rel=1e-5)
         for mine, his in zip(logps, theirs, strict=True):
             np.testing.assert_allclose(mine, his, atol=1e-4)
-    ((mine, logps, _), *_), _ = read_samples(found[2])
-    ((own, theirs, _), *_), _ = read_samples(expected[2])
+    ((mine, logps, _), *_), scores = read_samples(found[2])
+    ((own, theirs, _), *_), known = read_samples(expected[2])
+    np.testing.assert_allclose(scores[1:], known[1:], atol=1e-4)
     assert mine == own and np.allclose(logps, theirs, atol=1e-4)

@@ -17,12 +17,16 @@ from engine.distributed.sharding import shard_of
 from engine.experts.layers import routed_experts
 from engine.experts.layers.routed_experts import RoutedMLP
 from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
 from engine.tenants import joined_batch, joint_pass, tenants
+from engine.tenants.tenants import Tenants
 from rankfold.benchmarking.small_run import write_small_run
+from tests.support.family_models import ROUTED, make_model
+from tests.support.small_training import packed_batch
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
-from tests.tenants.mixtures import ADAPTERS, APART, MODELS, Together
-from tests.tenants.test_shared_base import configs
+from tests.tenants.mixtures import ADAPTERS, APART, MODELS, Together, draw_factors
+from tests.tenants.test_shared_base import configs, launched
 
 LAYOUTS: list[dict[str, int]] = [
     {"expert": 2},
@@ -30,6 +34,7 @@ LAYOUTS: list[dict[str, int]] = [
     {"tensor": 2, "expert": 2},
     {"tensor": 2, "expert_tensor": 1},
 ]
+CARRY_A_STATE = ("qwen3 next", "qwen3.5 moe", "granite hybrid moe", "nemotron h", "nemotron h latent", "kimi linear")
 CASES = [*((name, {}) for name in MODELS), ("qwen3 moe", {"base_dtype": "nf4"})]
 
 
@@ -88,6 +93,40 @@ def test_gradients_are_those_of_its_own_model(tmp_path: Path, monkeypatch: pytes
     apart, expected = gradients()
     assert all(map(torch.equal, joined, apart))
     assert rows == expected and all(map(any, rows)), "rows of each expert, which a run's figures tell"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTED)
+def test_every_family_of_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A tenant's gradients beside others', alone, and without joined rows; compiled kernels of layers that carry a
+    state add up in an order that depends on the place of a row."""
+    make_model(name, tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}', encoding="utf-8")
+    runs = [
+        replace(config, model=replace(config.model, init="checkpoint"))
+        for config in configs(tmp_path, ({"rank": 4, "alpha": 8}, {**ADAPTERS[2], "rank": 16}, {"rank": 1, "alpha": 3}))
+    ]
+    given = {
+        number: [packed_batch([(3, 2 + number)], 40, number), packed_batch([(4 + number, 2)], 40, 10 + number)]
+        for number in range(len(runs))
+    }
+    together = Tenants(runs[0], launched(), Log(1), tokens=400)
+    for number, config in enumerate(runs):
+        draw_factors(together[together.add(config)], number)
+
+    def gradients(some: Sequence[int]) -> list[torch.Tensor]:
+        for number in some:
+            together[number].optimizer.flat.gradient.zero_()
+        together.gradients({number: given[number] for number in some}, dict.fromkeys(some, 20.0))
+        return [together[number].optimizer.flat.gradient.clone() for number in some]
+
+    found = gradients([*given])
+    alone = [gradient for number in given for gradient in gradients([number])]
+    monkeypatch.setattr(tenants, "can_join", lambda own: False)
+    limit = 1e-6 if name in CARRY_A_STATE else 0.0
+    for own, expected, apart in zip(found, alone, gradients([*given]), strict=True):
+        assert own.norm() > 0.0
+        assert max(float((own - one).norm() / own.norm()) for one in (expected, apart)) <= limit
 
 
 def test_the_auxiliary_loss_is_of_one_runs_tokens(tmp_path: Path) -> None:

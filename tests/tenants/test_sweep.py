@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +29,7 @@ from engine.tenants.tenants import Tenants
 from engine.training.evaluations import Evaluations
 from engine.training.trainer import train
 from rankfold.benchmarking.small_run import SMALL_LLAMA, write_small_run
-from tests.support.commands import REPOSITORY, losses, options
+from tests.support.commands import REPOSITORY, losses, options, run_tool
 from tests.support.sweeps import sampled
 from tests.tenants.test_shared_base import SMALLER
 
@@ -267,3 +269,30 @@ def test_the_example_trains(place: Path, tmp_path: Path) -> None:
     assert sorted(path.parent.name for path in tmp_path.glob("*/checkpoints")) == [
         "attention-only", "r64", "r8", "r8-short",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {}], ids=["tensor", "pipeline", "data"])
+def test_two_ranks(place: Path, together: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Their sums are in another order."""
+    words = _file(place, tmp_path, ENTRIES, parallel=layout)
+    run_tool("pretrain_lora", *words, ranks=2)
+    for name in ENTRIES:
+        assert losses(tmp_path / name) == pytest.approx(losses(together / name), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_process_goes_on(place: Path, together: Path, tmp_path: Path) -> None:
+    words = _file(place, tmp_path, ENTRIES)
+    process = subprocess.Popen([sys.executable, "-m", "rankfold", "train", *words], cwd=REPOSITORY)
+    ends = time.monotonic() + 100
+    while not checkpoint_folder(tmp_path / "wide", 2).exists():
+        assert process.poll() is None and time.monotonic() < ends
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    run_tool("pretrain_lora", *words)
+    for name, step in (("narrow", 6), ("wide", 4), ("head", 5)):
+        _same(tmp_path / name, together / name, step)

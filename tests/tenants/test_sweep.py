@@ -30,6 +30,7 @@ from engine.training.evaluations import Evaluations
 from engine.training.trainer import train
 from rankfold.benchmarking.small_run import SMALL_LLAMA, write_small_run
 from tests.support.commands import REPOSITORY, losses, options, run_tool
+from tests.support.rollout_runs import records, rollout_settings, run_here
 from tests.support.sweeps import sampled
 from tests.tenants.test_shared_base import SMALLER
 
@@ -296,3 +297,18 @@ def test_a_killed_process_goes_on(place: Path, together: Path, tmp_path: Path) -
     run_tool("pretrain_lora", *words)
     for name, step in (("narrow", 6), ("wide", 4), ("head", 5)):
         _same(tmp_path / name, together / name, step)
+
+
+@pytest.mark.slow
+def test_runs_that_sample_what_they_train_on(tmp_path: Path) -> None:
+    settings = rollout_settings(tmp_path, train__steps=2, checkpoint__dir=tmp_path / "runs")
+    del settings["lora.rank"]
+    ranks = {"a": 4, "b": 2}
+    listed = [{"name": name, "lora": {"rank": rank}} for name, rank in ranks.items()]
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"adapters": listed}))
+    train_sweep(["--config", str(tmp_path / "sweep.yaml"), *options(settings)])
+    for name, rank in ranks.items():
+        run_here({**settings, "lora.rank": rank, "checkpoint.dir": tmp_path / "alone" / name})
+        for one, other in zip(records(tmp_path / "runs" / name), records(tmp_path / "alone" / name), strict=True):
+            figures = ("step", "loss", "reward", "entropy", "completions/mean_length", "completions/max_length")
+            assert [one[key] for key in figures] == pytest.approx([other[key] for key in figures], abs=1e-4)

@@ -95,6 +95,10 @@ class Supervised:
             else:
                 restored = self._start_again()
                 found |= {task.request: restored[task.request] for task in group if task.request in restored}
+                # no gradient of these commands is in the journal yet, from which they would have been made again
+                for task in [task for task in tasks if task.request in found and found[task.request].keeps]:
+                    del found[task.request]
+                    group = [task, *group]
                 groups = [[task] for task in group if task.request not in found] + groups
         self._attempts.done([task.request for task in tasks])
         return [found[task.request] for task in tasks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import resource
 import sqlite3
 import threading
@@ -23,6 +24,7 @@ from tests.serving.bodies import adam, forward_backward, sample
 pytest.importorskip("starlette")
 from tests.serving.stand_in import ADAPTER, Served, StandIn, served
 from tests.serving.test_front import data
+from tests.support.sweeps import sampled
 
 
 class Mortal(StandIn):
@@ -343,3 +345,89 @@ def test_a_folder_has_the_adapters_of_one_model(tmp_path: Path) -> None:
         folder.take_base(tmp_path / name)
     with pytest.raises(UserError, match="has adapters of another model than .*other"):
         folder.take_base(tmp_path / "other")
+
+
+class Unlucky(Mortal):
+    """A stand-in whose process ends at random, before or after it has executed something, and at last for good."""
+
+    def __init__(self, inner: StandIn, disk: dict[str, tuple[int, list[str]]], seed: int) -> None:
+        super().__init__(inner)
+        self.disk = disk
+        self.drawn = random.Random(seed)
+        self.lives, self.luck = 15, 0.7  # commands until the server ends with it
+        self.was_lucky = True
+
+    def restart(self) -> None:
+        super().restart()
+        if self.lives <= 0:
+            raise UserError("no process is started any more.")
+
+    def execute(self, tasks: Sequence[Task]) -> list[Outcome]:
+        self.lives -= len(tasks)
+        self.was_lucky = not self.was_lucky or self.drawn.random() < self.luck  # never twice in a row
+        if self.lives <= 0 or not self.was_lucky:
+            if self.drawn.random() < 0.5:
+                super().execute(tasks)
+            raise BackendLost("the process has ended")
+        return super().execute(tasks)
+
+
+@pytest.mark.parametrize("seed", sampled(range(20), quick=[2]))
+def test_all_that_was_promised_is_executed_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come in any order, twice, and to a server that ends again and again."""
+    monkeypatch.setattr("rankfold.serving.supervised.MOST", 100)  # a third of all executions ends the process
+    drawn = random.Random(seed)
+    disk: dict[str, tuple[int, list[str]]] = {}
+    models: list[str] = []
+    promised: list[str] = []
+
+    async def use(server: Served) -> None:
+        if not models:
+            session = await server.session()
+            models.extend([(await server.create(session, number)).json["model_id"] for number in range(3)])
+        requests = [
+            (path, body, f"{model}:{seq}")
+            for model in models
+            for seq in range(1, 16)
+            for path, body in [
+                ("optim_step", adam(model, seq)) if seq % 3 == 0
+                else ("forward_backward", forward_backward(model, seq, data(seq)))
+            ]
+        ]  # fmt: skip
+        for path, body, name in drawn.sample(requests * 2, k=60):
+            answer = await server.ask(path, body)
+            assert answer.status == 200, answer
+            promised.append(name)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+
+    for life in range(40):
+        server = Served(tmp_path)
+        backend = server.backend = Unlucky(server.backend, disk, 100 * seed + life)
+        server.supervised._backend = backend
+        if life > 6:
+            backend.lives, backend.luck, backend.was_lucky = 10**6, 1.0, False
+        try:
+            server.start()
+            asyncio.run(use(server))
+            if life > 6:
+                asyncio.run(check(server, models))
+                break
+        except BackendLost:  # as it made gradients again: the server is started once more
+            assert life <= 6
+        finally:
+            server.close()
+    assert len(promised) > 100
+    assert backend.memory == {model: [f"{model}:{seq}" for seq in range(16)] for model in models}
+
+
+async def check(server: Served, models: list[str]) -> None:
+    """Sends everything once more, and reads all results."""
+    for model in models:
+        for seq in range(1, 16):
+            step = seq % 3 == 0
+            body = adam(model, seq) if step else forward_backward(model, seq, data(seq))
+            assert (await server.ask("optim_step" if step else "forward_backward", body)).status == 200
+        for seq in range(16):
+            found = await server.result(f"{model}:{seq}")
+            assert found.status == 200 and found.json == {"executed": f"{model}:{seq}"}, found

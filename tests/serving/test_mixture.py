@@ -14,6 +14,7 @@ from rankfold.benchmarking.small_run import write_small_run
 from tests.serving.bodies import datum, forward_backward, read_output, read_samples, sample
 from tests.serving.served_ranks import CLIENTS, ONE_RANK, Layout, kept
 from tests.serving.test_layouts import run, tokens
+from tests.serving.test_peft_files import scores_by_peft
 from tests.serving.test_tenant_backend import MODEL, OTHER, Client, data, losses_of
 from tests.tenants.mixtures import MODELS
 
@@ -75,6 +76,28 @@ def test_clients_of_a_mixture(base: Path, tmp_path: Path) -> None:
         _, (trained,) = both.score(OTHER, [datum(ids[:-1], ids[1:])])
         differences.append(trained[2:] - np.asarray(logps, np.float32))
     assert abs(np.concatenate(differences).mean()) < 1e-6 and np.abs(np.concatenate(differences)).max() < 5e-6
+
+
+@pytest.mark.slow
+def test_peft_opens_a_mixtures_adapter(tmp_path: Path) -> None:
+    from transformers import AutoConfig, Qwen3MoeForCausalLM
+
+    base = tmp_path / "base"
+    write_small_run(base, MODELS["qwen3 moe"])
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(AutoConfig.from_pretrained(base, initializer_range=0.1)).save_pretrained(base)
+    client = Client(base, tmp_path / "state")
+    for model in (MODEL, OTHER):
+        client.create(model)
+        for step in range(2):
+            client.train(model, data(step))
+            client.step(model, learning_rate=3e-2)
+        ids = np.random.default_rng(7).integers(3, 90, 31).tolist()
+        _, (expected,) = client.score(model, [datum(ids[:-1], ids[1:])])
+        assert client.do(model, "save_weights_external", path="b").good
+        folder = client.folder.root / "external_weights" / model.replace(":", "_") / "b"
+        assert np.abs(scores_by_peft(base, folder, ids[:-1], ids[1:]) - expected).max() < 5e-6
+        assert np.abs(client.score(model, [datum(ids[1:], ids[:-1])])[1][0] - expected).max() > 1e-3
 
 
 def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

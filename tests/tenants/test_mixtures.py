@@ -38,9 +38,7 @@ CARRY_A_STATE = ("qwen3 next", "qwen3.5 moe", "granite hybrid moe", "nemotron h"
 CASES = [*((name, {}) for name in MODELS), ("qwen3 moe", {"base_dtype": "nf4"})]
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), sampled(CASES, quick=[("deepseek v3", {}), ("qwen3 moe", {"base_dtype": "nf4"})])
-)
+@pytest.mark.parametrize(("name", "model"), sampled(CASES, quick=[("deepseek v3", {})]))
 def test_neighbours_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, model: dict[str, Any]
 ) -> None:
@@ -154,7 +152,7 @@ def _on_ranks(folder: str, layout: dict[str, int]) -> tuple[dict[int, float], li
         far[number] = (distance / sum(float(part.square().sum()) for part in parts.values())) ** 0.5
     differ = []
     together = Together(runs, launch=launch, rank=rank).train(2) if parallel.tensor == 1 else {}
-    for number in (1, 2) if together else ():  # those with dropout, of which one shares factors
+    for number in (2,) if together else ():  # which has dropout, and experts that share factors
         found = together[number]
         alone = Together(runs[number : number + 1], launch=launch, rank=rank).train(2)[number]
         assert alone.keys() == found.keys()

@@ -96,6 +96,7 @@ setup(
             "mlperf-logging==4.1.68",
             "mypy",
             "peft",
+            "prometheus_client",
             "pytest",
             "pytest-timeout",
             "ruff",

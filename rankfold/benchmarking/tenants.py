@@ -26,9 +26,6 @@ from engine.config.run import RunConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
-from engine.tenants.tenants import Tenants
-from engine.training.build import build_training
-from engine.training.start import refuse_early
 from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.model import (
     ADAMW,
@@ -80,6 +77,8 @@ class _Together:
     """Tenants of one base, whose rows are multiplied together."""
 
     def __init__(self, folder: Path, options: TenantsOptions, device: torch.device) -> None:
+        from engine.tenants.tenants import Tenants  # needs packages of training's command line
+
         self._batches = _batches(options, device)
         self._targets = float(options.rows * (options.length - 1))
         first = _config(options, folder, 0)
@@ -96,6 +95,9 @@ class _Alone:
     """A lone run's step for every adapter in turn, each with a model of its own."""
 
     def __init__(self, folder: Path, options: TenantsOptions, device: torch.device) -> None:
+        from engine.training.build import build_training
+        from engine.training.start import refuse_early  # needs packages of training's command line
+
         self._batches = _batches(options, device)
         self._targets = float(options.rows * (options.length - 1))
         self._steps = []

@@ -91,8 +91,8 @@ KINDS: tuple[Routing, ...] = ("balanced", "worst")
 def _choosing(kind: Routing) -> Any:
     """Returns a router's choice that does not look at the scores."""
 
-    def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        weights_TK, ids_TK = plain(logits_TE, rule, correction_E)
+    def choose(logits_TE: Tensor, rule: RoutingRule, *more: Any) -> tuple[Tensor, Tensor]:
+        weights_TK, ids_TK = plain(logits_TE, rule, *more)
         tokens, count = ids_TK.shape
         if kind == "worst":
             return weights_TK, torch.arange(count).repeat(tokens, 1)

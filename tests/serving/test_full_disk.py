@@ -43,7 +43,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(path: Path, leave: int = 0) -> None:
     """Writes a file that takes all room but some bytes."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with suppress(OSError):
         while True:
             os.write(descriptor, bytes(4096))
@@ -68,6 +68,8 @@ def test_a_full_disk_is_waited_for(base: Path, tmp_path: Path, small_disk: Path,
             time.sleep(0.05)
         fill(filler, leave)
         time.sleep(3)
+        if not leave:
+            fill(filler)  # the room of a file that was being written
         refused = server.ask("create_session", {})
         assert refused.status == (507 if not leave else 200), refused
         assert thread.is_alive() and server.process.poll() is None

@@ -6,7 +6,7 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m rankfold serve --model HF_DIR --te
 
 Clients need the address and a key: TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=KEY python recipe.py. The keys
 are those in RANKFOLD_SERVE_KEYS, separated by commas, or one that is printed at the start. What was acknowledged is in
-the folder --state: a server that was ended, in whatever way, goes on from there. http://127.0.0.1:8000/ is a page that
+the folder --state: a server that was ended, in whatever way, resumes from there. http://127.0.0.1:8000/ is a page that
 shows clients, queues, tokens and memory, and /metrics has them for Prometheus, to who has RANKFOLD_SERVE_WATCH_KEY, or
 the key for it that is printed at the start.
 """

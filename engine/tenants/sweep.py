@@ -57,7 +57,7 @@ class _Run:
 def train_sweep(arguments: list[str], command: Callable[..., str] | None = None) -> RunSummary:
     """Trains the runs of a file that lists several; each is resumed where it has been before.
 
-    In one process a run that cannot go on ends alone, and the others go on; among several ranks it ends all.
+    In one process a run that cannot continue ends alone, and the others continue; among several ranks it ends all.
 
     Args:
         arguments: of the command line.
@@ -204,7 +204,7 @@ class _Turns:
             total = len(self._failures) + len(self._summaries)
             raise UserError(
                 f"{counted(len(self._failures), 'run')} of {total} could not go on ({listed(self._failures)}), for the "
-                "reasons above: correct that, and start again, which goes on from the last checkpoints."
+                "reasons above: correct that, and start again, which resumes from the last checkpoints."
             )
         names = stopped or list(self._summaries)
         return self._summaries[names[0]]

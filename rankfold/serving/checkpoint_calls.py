@@ -16,23 +16,15 @@ from engine.errors import UserError
 from rankfold.serving.catalogue import Checkpoint, timestamp
 from rankfold.serving.commands import read_expiry, text_of, whole_of
 from rankfold.serving.pages import cut, page_of
-from rankfold.serving.service import MAX_SEQ, Call, Service
+from rankfold.serving.service import MAX_SEQ, Call, Calls
 
 _ONE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-class CheckpointCalls:
-    """Answers requests about saved weights.
-
-    Args:
-        service: what handlers share.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class CheckpointCalls(Calls):
+    """Answers requests about saved weights."""
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [
             Call("POST", "weights_info", self._weights_info),
             Call("GET", "checkpoints", self._list),

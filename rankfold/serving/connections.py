@@ -1,4 +1,4 @@
-"""Ends connections of clients that neither send nor read, so that they keep nobody else out.
+"""Ends connections of clients that neither send nor read, so that they keep no other out.
 
 uvicorn bounds how long a connection rests between two requests, and not how long the first one takes to come, how long
 its lines may, nor how long an answer waits in memory to be read.
@@ -47,7 +47,7 @@ class Connections:
 
         Args:
             connections: of uvicorn's server.
-            now: seconds of a clock that only goes on.
+            now: seconds of a monotonic clock.
         """
         waiting: list[tuple[float, Connection]] = []
         found = [cast(Connection, one) for one in connections]

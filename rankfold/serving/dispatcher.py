@@ -39,7 +39,7 @@ class Dispatcher:
         finished: called in the thread, with the name of each command that was executed.
         lost: called in the thread, with a sentence, where the backend is lost; the thread ends.
         figures: counts what is executed.
-        usage: asks the backend what it holds, now and then; None where nobody wants to know.
+        usage: asks the backend what it holds, now and then; None where it is not wanted.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from engine.errors import UserError
 from rankfold.serving.commands import number_of, text_of, whole_of
 from rankfold.serving.exchange import JSON, PROTOBUF
 from rankfold.serving.journal import Finished
-from rankfold.serving.service import Call, Service
+from rankfold.serving.service import Call, Calls, Service
 
 _INLINE = 1 << 20
 """Bytes of a result that is sent to clients that would rather hear first how large it is."""
@@ -24,21 +24,16 @@ _CLONE = 1_000_000_000
 """Each client of a sampler numbers its requests from a multiple of this."""
 
 
-class FutureCalls:
-    """Answers requests for results.
-
-    Args:
-        service: what handlers share.
-    """
+class FutureCalls(Calls):
+    """Answers requests for results."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        super().__init__(service)
         self._polls: dict[str, asyncio.Event] = {}
         self._ends = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [
             Call("POST", "retrieve_future", self._retrieve),
             Call("POST", "retrieve_futures", self._retrieve_several),

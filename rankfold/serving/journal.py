@@ -190,7 +190,7 @@ class Journal:
             except sqlite3.Error as error:
                 if _code(error) in _NO_ROOM:
                     raise NotWritten(
-                        f"{self._path} cannot be written ({error}): free some space; the server goes on by itself."
+                        f"{self._path} cannot be written ({error}): free some space; the server continues by itself."
                     ) from error
                 raise Damaged(f"{self._path} is damaged ({error}): give another folder with --state.") from error
 
@@ -363,7 +363,7 @@ class Journal:
             base.execute("UPDATE commands SET result = NULL WHERE done < ? AND result IS NOT NULL", (before,))
 
     def prune(self, before: float) -> None:
-        """Forgets what nobody can need any more of what was done before a time, in seconds since 1970: executed
+        """Forgets what was done before a time and is not needed any more, in seconds since 1970: executed
         commands, but the last one of each model and those whose bodies a restart needs; and samplers of sessions that
         had ended by then.
         """

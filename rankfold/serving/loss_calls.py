@@ -8,23 +8,15 @@ from starlette.responses import Response
 
 from rankfold.serving.commands import text_of, whole_of
 from rankfold.serving.loss_graph import loss_id, read_loss
-from rankfold.serving.service import Call, Service
+from rankfold.serving.service import Call, Calls
 
 _BODY_BYTES, _LOSSES = 1 << 20, 64
 
 
-class LossCalls:
-    """Answers requests about losses.
-
-    Args:
-        service: what handlers share.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class LossCalls(Calls):
+    """Answers requests about losses."""
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [Call("POST", "create_custom_loss", self._create)]
 
     async def _create(self, request: Request, owner: str) -> Response:

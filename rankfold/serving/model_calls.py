@@ -21,21 +21,13 @@ from rankfold.serving.commands import (
 )
 from rankfold.serving.folder import sampler_of
 from rankfold.serving.loss_request import head_of
-from rankfold.serving.service import MAX_SEQ, Call, Handler, Service
+from rankfold.serving.service import MAX_SEQ, Call, Calls, Handler
 
 
-class ModelCalls:
-    """Answers requests about models.
-
-    Args:
-        service: what handlers share.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class ModelCalls(Calls):
+    """Answers requests about models."""
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [
             Call("POST", "create_model", self._create_model),
             Call("POST", "get_info", self._get_info),

@@ -99,7 +99,7 @@ class ModelProcess:
         return found
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Under torchrun, calls `lost` with a sentence, in a thread, when a rank ends that nobody has ended. Elsewhere
+        """Under torchrun, calls `lost` with a sentence, in a thread, when a rank ends by itself. Elsewhere
         the next command finds out, and the ranks are started again."""
         if not self._under_torchrun:
             return

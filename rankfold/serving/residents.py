@@ -264,7 +264,7 @@ class Residents:
         return None
 
     def _idle_reader(self, kind: Adapter) -> _Place | None:
-        """Returns the place of saved weights of a kind for which nobody has asked in a long time: a client that trains
+        """Returns the place of saved weights of a kind that no client has asked for in a long time: one that trains
         samples its newest weights, and does not come back to those before."""
         for content, place in self._places.items():
             if not isinstance(content, str) and self._takes_over(place, kind):

@@ -15,24 +15,20 @@ from engine.errors import UserError
 from rankfold.serving.catalogue import Run, Session, time_of, timestamp
 from rankfold.serving.commands import text_of, whole_of
 from rankfold.serving.pages import cut, page_of
-from rankfold.serving.service import Call, Service
+from rankfold.serving.service import Call, Calls, Service
 
 _NO_PROJECT = "none"
 """The project of sessions that have none: the protocol wants a name."""
 
 
-class RunCalls:
-    """Answers requests about sessions and training runs.
-
-    Args:
-        service: what handlers share.
-    """
+class RunCalls(Calls):
+    """Answers requests about sessions and training runs."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._catalogue = service, service.catalogue
+        super().__init__(service)
+        self._catalogue = service.catalogue
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [
             Call("GET", "training_runs", self._list_runs),
             Call("GET", "training_runs/{run}", self._get_run),

@@ -8,21 +8,13 @@ from starlette.responses import JSONResponse, Response
 
 from engine.errors import UserError
 from rankfold.serving.commands import text_of, whole_of
-from rankfold.serving.service import MAX_SEQ, Call, Service
+from rankfold.serving.service import MAX_SEQ, Call, Calls
 
 
-class SamplerCalls:
-    """Answers requests about samplers.
-
-    Args:
-        service: what handlers share.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class SamplerCalls(Calls):
+    """Answers requests about samplers."""
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [
             Call("POST", "create_sampling_session", self._create_sampler),
             Call("GET", "samplers/{sampler}", self._get_sampler),

@@ -31,7 +31,7 @@ _KEY = "tml-"
 """The SDK refuses keys that begin otherwise."""
 _ENDING_SECONDS = 3.0
 """For requests that are being answered as the server ends."""
-_AGAIN = "start the server again, which goes on from there"
+_AGAIN = "start the server again, which resumes from there"
 _WATCH_KEY = "watch-"
 
 

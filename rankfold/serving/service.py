@@ -90,7 +90,7 @@ class Service:
         keys: of the clients.
         journal, folder: of the server.
         limits: on clients.
-        watch_key: of who watches; None lets nobody.
+        watch_key: of who watches; None refuses all.
     """
 
     def __init__(
@@ -272,3 +272,18 @@ class Service:
             f"the key has {used} bytes on the disk, and may have {self.limits.disk_bytes:.0f}: delete saved weights, "
             "or unload models."
         )
+
+
+class Calls:
+    """Answers requests about one subject.
+
+    Args:
+        service: what handlers share.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def calls(self) -> list[Call]:
+        """Returns what is answered here."""
+        raise NotImplementedError

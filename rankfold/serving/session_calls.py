@@ -15,7 +15,7 @@ from engine.errors import UserError
 from rankfold.serving.commands import read_metadata, text_of
 from rankfold.serving.compressed import can_decompress
 from rankfold.serving.sdk_versions import remark
-from rankfold.serving.service import Call, Handler, Service
+from rankfold.serving.service import Call, Calls, Handler
 
 _FLAGS = {
     "parallel_fwdbwd_chunks": True,
@@ -40,18 +40,10 @@ _REFUSED = (
 """Requests of the protocol that are answered by a sentence."""
 
 
-class SessionCalls:
-    """Answers requests about sessions and the server.
-
-    Args:
-        service: what handlers share.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class SessionCalls(Calls):
+    """Answers requests about sessions and the server."""
 
     def calls(self) -> list[Call]:
-        """Returns what is answered here."""
         return [
             Call("POST", "client/config", self._client_config),
             Call("POST", "client/dynamic_config", self._dynamic_config),

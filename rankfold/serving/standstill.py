@@ -7,7 +7,7 @@ import threading
 from engine.telemetry.output import say
 
 _SECONDS = 1.0
-"""Between two looks at whether it goes on."""
+"""Between two looks at whether it continues."""
 
 
 class Ended(Exception):
@@ -39,7 +39,7 @@ class Standstill:
             raise Ended
 
     def over(self) -> None:
-        """Notes that it goes on."""
+        """Notes that it continues."""
         if self._sentence is not None:
             say("commands are executed again.")
         self._sentence = None

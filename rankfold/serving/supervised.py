@@ -3,7 +3,7 @@
 After an end the process has what is on the disk: each model as of its last optimizer step. The gradients that were
 added since are made again from the bodies in the journal, and then the commands that were being executed are tried
 again, each on its own, so that it is seen at whose execution the process ends. A command with which it has ended
-`attempts.MOST` times is answered with a sentence, and its model goes on without it.
+`attempts.MOST` times is answered with a sentence, and its model continues without it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_a_cache_of_pages_by_hand() -> None:
 
 
 def test_a_pass_reads_weights_and_pages_once() -> None:
-    """Of 64 rows: layers and head, 15 GB without the embedding, and keys and values of half a completion."""
+    """A pass of 64 rows reads layers and head, 15 GB without the embedding, and half a completion's keys and values."""
     workload = _workload(LLAMA_3_8B)
     traced = planned_rollouts._trace(replace(workload, global_batch=0), ParallelOptions())
     moved = sum(one.nbytes for one in traced.decode)

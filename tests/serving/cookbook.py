@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.serving.asgi import KEY
@@ -20,6 +21,13 @@ from tests.serving.running import RunningServer
 CLIENT = os.environ.get("RANKFOLD_TINKER_CLIENT")
 NAME = "Qwen/Qwen3-8B-Base"
 """A name that the cookbook knows; the folder of the name in the working directory is a tiny model."""
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(CLIENT is None, reason="RANKFOLD_TINKER_CLIENT names no Python with tinker and its cookbook"),
+]
+"""Of tests that run recipes."""
 
 
 def make_work(work: Path) -> None:

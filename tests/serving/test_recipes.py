@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serving.cookbook import CLIENT, NAME, make_work, run, script
+from tests.serving.cookbook import MARKS, NAME, run, script
 from tests.serving.running import RunningServer
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(CLIENT is None, reason="RANKFOLD_TINKER_CLIENT names no Python with tinker and its cookbook"),
-]
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("work")
-    make_work(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(work: Path) -> Iterator[RunningServer]:
-    running = RunningServer(work / NAME, work / "state", "--name", NAME)
-    yield running
-    running.kill()
+pytestmark = MARKS
 
 
 def test_sl_loop(server: RunningServer, work: Path) -> None:

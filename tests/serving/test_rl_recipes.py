@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving.cookbook import CLIENT, NAME, make_work, run
+from tests.serving.cookbook import MARKS, NAME, run
 from tests.serving.running import RunningServer
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(CLIENT is None, reason="RANKFOLD_TINKER_CLIENT names no Python with tinker and its cookbook"),
-]
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("work")
-    make_work(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(work: Path) -> Iterator[RunningServer]:
-    running = RunningServer(work / NAME, work / "state", "--name", NAME)
-    yield running
-    running.kill()
+pytestmark = MARKS
 
 
 _MATH: dict[str, Any] = {

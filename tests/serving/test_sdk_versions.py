@@ -10,12 +10,11 @@ import os
 import re
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serving.cookbook import CLIENT, NAME, make_work, script
+from tests.serving.cookbook import CLIENT, NAME, script
 from tests.serving.running import RunningServer
 
 SDKS = [one for one in [*os.environ.get("RANKFOLD_TINKER_SDKS", "").split(":"), CLIENT] if one]
@@ -27,15 +26,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not SDKS, reason="neither RANKFOLD_TINKER_SDKS nor RANKFOLD_TINKER_CLIENT names a Python"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    work: Path = tmp_path_factory.mktemp("work")
-    make_work(work)
-    running = RunningServer(work / NAME, work / "state", "--name", NAME)
-    yield running
-    running.kill()
 
 
 @pytest.mark.parametrize("python", SDKS)

@@ -16,7 +16,7 @@ from rankfold.planning.memory_question import read_speeds
 
 
 def test_speeds_of_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of products in a row where they were taken, whose power is limited, and FP8 by as much."""
+    """Speeds are those of products in a row where they were taken, whose power is limited, and FP8 by as much."""
     ceilings = Ceilings.__new__(Ceilings)
     ceilings.moved, ceilings.operations = int(2e9), int(1e12)
     seconds = {COPY: 1e-3, PRODUCT: 1e-3, SHORTEST: 200e-6, IN_A_ROW: 200 * 1.25e-3, FP8: 0.5e-3}

@@ -125,7 +125,7 @@ def test_a_launch_takes_its_longest_limit_and_a_gap() -> None:
 
 
 def test_bounds_are_on_both_sides() -> None:
-    """Of every card, and of no machine that was measured as a whole."""
+    """Every card has both, and no machine that was measured as a whole."""
     for machine in MACHINES.values():
         slow, fast = bounds(machine)
         for name in ("products", "copies", "link", "network", "host", "attention_share"):

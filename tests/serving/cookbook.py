@@ -27,7 +27,7 @@ MARKS = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(CLIENT is None, reason="RANKFOLD_TINKER_CLIENT names no Python with tinker and its cookbook"),
 ]
-"""Of tests that run recipes."""
+"""Marks of tests that run recipes."""
 
 
 def make_work(work: Path) -> None:

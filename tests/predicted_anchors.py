@@ -1,7 +1,7 @@
 """Writes what the planner predicts beside published figures of other trainers, in their configurations.
 
 `python -m tests.predicted_anchors` prints the table; --write also replaces docs/benchmarks/predicted-anchors.json
-and the table of docs/predicted-and-published.md. Nothing is measured: figures of this engine are predictions.
+and the table of docs/internals/predicted-and-published.md. Nothing is measured: figures of this engine are predictions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engine.training.module_plan import decoder_in_training, training_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs/benchmarks/predicted-anchors.json"
-PAGE = ROOT / "docs/predicted-and-published.md"
+PAGE = ROOT / "docs/internals/predicted-and-published.md"
 COMMAND = "python -m tests.predicted_anchors --write"
 GIB = 2**30
 _TABLE = re.compile(r"(<!-- table -->\n).*?(\n<!-- end -->)", re.DOTALL)

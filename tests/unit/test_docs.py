@@ -148,7 +148,8 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_the_index_lists_every_page_once_in_order() -> None:
     index = [link.partition("#")[0] for link in _links(ROOT / "docs/README.md") if not link.startswith("..")]
     assert len(index) == len(set(index))
-    assert set(index) == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert set(index) == pages - {"README.md"}
 
 
 def test_readme_is_a_page_that_one_reads() -> None:

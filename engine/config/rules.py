@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from engine.config.checks import require
@@ -45,8 +45,11 @@ def check_world(config: RunConfig, world_size: int) -> None:
     check_batch(config, world_size)
 
 
-def check_files(config: RunConfig) -> None:
+def check_files(config: RunConfig, sources: Container[str] = ()) -> None:
     """Checks that the paths that the run reads exist; their content is not read.
+
+    Args:
+        sources: texts in the options of data that are no paths, but name a source of records.
 
     Raises:
         UserError: a path does not exist.
@@ -56,8 +59,8 @@ def check_files(config: RunConfig) -> None:
         config.data.train is not None,
         "data.train is not set, but training needs samples: give the path of a .jsonl, .json or .txt file.",
     )
-    _require_file("data.train", config.data.train)
-    _require_file("data.validation", config.data.validation)
+    _require_file("data.train", config.data.train, sources)
+    _require_file("data.validation", config.data.validation, sources)
     for source in config.rollout.reward_sources:
         require(
             source.file is None or Path(source.file).is_file(),
@@ -65,7 +68,7 @@ def check_files(config: RunConfig) -> None:
             "a Python file, or the name of a reward that is built in.",
         )
     for entry in config.data.mix:
-        _require_file("a path of data.mix", split_mix(entry)[0])
+        _require_file("a path of data.mix", split_mix(entry)[0], sources)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists():
         kind = "give the folder or .model file of a tokenizer, or null to take the one in model.path"
@@ -332,8 +335,8 @@ def _require_folder(option: str, path: str, what: str) -> None:
     require(Path(path).is_dir(), f"{option} is {path}, which is not a folder{advice}.")
 
 
-def _require_file(option: str, path: str | None) -> None:
-    if path is None or Path(path).is_file() or (Path(path) / "manifest.json").is_file():
+def _require_file(option: str, path: str | None, sources: Container[str]) -> None:
+    if path is None or path in sources or Path(path).is_file() or (Path(path) / "manifest.json").is_file():
         return
     if all(Path(f"{path}{suffix}").is_file() for suffix in (".bin", ".idx")):
         return

@@ -21,6 +21,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.overlong import LongRecords, RecordKind
 from engine.data.record_files import expand_paths
+from engine.data.sources import Given, RecordSource
 from engine.data.tokenize import CHUNK, ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -53,11 +54,11 @@ class RecordReader(ABC, Generic[Parsed]):
         self._tokenizer, self.images, self._encoding = tokenizer, images, encoding
 
     @abstractmethod
-    def open(self, path: Path) -> tuple[int, Iterator[Parsed]]:
-        """Returns how many records a file has, and the records.
+    def open(self, given: Given) -> Iterator[Parsed]:
+        """Returns the records of a file or a source.
 
         Raises:
-            UserError: a file that cannot be read, or (while it is read) a malformed record.
+            UserError: it cannot be read, or (while it is read) a malformed record.
         """
 
     def documents(self, records: Sequence[Any]) -> Iterator[Document]:
@@ -91,7 +92,7 @@ class RecordReader(ABC, Generic[Parsed]):
 
 
 def build_dataset(
-    paths: Paths,
+    paths: Paths | RecordSource,
     reader: RecordReader[Any],
     *,
     seq_length: int,
@@ -99,10 +100,10 @@ def build_dataset(
     overlong: str = "truncate",
     progress: Advance | None = None,
 ) -> TokenDataset:
-    """Reads and tokenises files.
+    """Reads and tokenises records.
 
     Args:
-        paths: one file, several, or patterns with *; read in the order given.
+        paths: one file, several, or patterns with *, read in the order given; or a source.
         reader: of their records.
         seq_length: maximum tokens of a document; a row has room for one record of them.
         packing: put several records into a row, or "concatenate" all and cut rows, which are documents then.
@@ -116,7 +117,7 @@ def build_dataset(
     if seq_length < 2:
         raise UserError(f"data.seq_length is {seq_length}, expected at least 2: a token and the one it predicts.")
     started, width = time.monotonic(), reader.kind.width
-    files = expand_paths(paths)
+    files = given_by(paths)
     names = listed(files)
     long = LongRecords(reader.kind, limit=seq_length, overlong=overlong, concatenates=packing == "concatenate")
     gathered: list[Any] = []
@@ -127,7 +128,7 @@ def build_dataset(
             kept += len(fitting)
             gathered.append(reader.gather(fitting))
     if not records:
-        raise UserError(f"{names} has no records; give a file that has some.")
+        raise UserError(f"{names} has no records; give some.")
     report = long.report(records)
     if kept < reader.least * width:
         raise UserError(
@@ -139,9 +140,18 @@ def build_dataset(
     return dataset
 
 
+def given_by(paths: Paths | RecordSource) -> Sequence[Given]:
+    """Returns the files that paths name, or the source.
+
+    Raises:
+        UserError: a path that is no file, or a pattern that matches none.
+    """
+    return [paths] if isinstance(paths, RecordSource) else expand_paths(paths)
+
+
 def read_chunks(
-    files: Sequence[Path],
-    open_file: Callable[[Path], tuple[int, Iterator[Parsed]]],
+    files: Sequence[Given],
+    open_file: Callable[[Given], Iterator[Parsed]],
     make: Callable[[list[Parsed]], Iterable[Made]],
     size: int,
     progress: Advance | None,
@@ -152,14 +162,14 @@ def read_chunks(
     of those names the first of both.
 
     Args:
-        open_file: returns how many records a file has, and the records.
+        open_file: returns the records of a file or a source.
         make: makes of some records, in their order, whatever they are read for.
         progress: see `Advance`.
 
     Raises:
         UserError: a record is refused, by the file's reader or by `make`.
     """
-    for _, records in [open_file(path) for path in files]:
+    for records in [open_file(file) for file in files]:
         while True:
             chunk, unreadable = _until_refused(islice(records, size))
             if not chunk and unreadable is None:

@@ -133,7 +133,7 @@ def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
     assert data_format in FORMATS, data_format
     if path.suffix.lower() != ".txt":
         count, records = read_records(path)
-        return count, _parse_all(records, data_format)
+        return count, parse_records(records, data_format)
     if data_format not in ("auto", "text"):
         raise UserError(
             f"{path} is a text file but data.format is {data_format}; set data.format to text or auto, or give a JSON "
@@ -142,7 +142,8 @@ def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
     return 1, iter([TextSample(Place(path, "line", 1), read_text(path), is_stream=True)])
 
 
-def _parse_all(records: Iterator[tuple[Place, Record]], data_format: str) -> Iterator[Sample]:
+def parse_records(records: Iterator[tuple[Place, Record]], data_format: str) -> Iterator[Sample]:
+    """Yields the samples of records with their places; arguments and errors as for `read_samples`."""
     for place, record in records:
         if data_format == "auto":
             data_format = detect_format(place, record)

@@ -24,14 +24,25 @@ _WHITE_SPACE = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a record: "line" counts from 1, "index" (of a JSON array) from 0."""
+    """The place of a record: "line" counts from 1, "index" (of a JSON array) from 0.
+
+    Args:
+        path: of its file, or the name of its source.
+        folder: that relative paths of its images begin at; None for that of its file.
+    """
 
     path: Path
     unit: str
     number: int
+    folder: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.path} {self.unit} {self.number}"
+
+    @property
+    def image_folder(self) -> Path:
+        """The folder that relative paths of its images begin at."""
+        return self.path.parent if self.folder is None else self.folder
 
     def error(self, message: str) -> UserError:
         """Returns the error about this record, to be raised by the caller."""
@@ -83,7 +94,7 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
     with open_file(path) as file:
         if first_byte(file) == b"[":
             records = _load_array(path)
-            return len(records), (_checked(Place(path, "index", index), one) for index, one in enumerate(records))
+            return len(records), (checked_record(Place(path, "index", index), one) for index, one in enumerate(records))
         # Counted in a separate pass, which takes a fraction of parsing, so that lines need not stay in memory.
         return sum(1 for line in file if line.strip(_WHITE_SPACE)), _line_records(path)
 
@@ -122,7 +133,7 @@ def _line_records(path: Path) -> Iterator[tuple[Place, Record]]:
             line = line.strip(_WHITE_SPACE)
             if line:
                 place = Place(path, "line", number)
-                yield _checked(place, _parse_line(place, line))
+                yield checked_record(place, _parse_line(place, line))
 
 
 def _parse_line(place: Place, line: bytes) -> object:
@@ -145,10 +156,15 @@ def line_record(place: Place, line: bytes) -> tuple[Place, Record]:
     Raises:
         UserError: it is none.
     """
-    return _checked(place, _parse_line(place, line))
+    return checked_record(place, _parse_line(place, line))
 
 
-def _checked(place: Place, record: object) -> tuple[Place, Record]:
+def checked_record(place: Place, record: object) -> tuple[Place, Record]:
+    """Returns a record that is an object, with its place.
+
+    Raises:
+        UserError: it is anything else.
+    """
     if not isinstance(record, dict):
         raise place.error(f"the record is of type {type(record).__name__}, expected an object with named fields.")
     return place, record

@@ -10,8 +10,9 @@ from typing import Any
 from engine.config.data import FORMATS, Packing
 from engine.data.build import Paths, RecordReader, build_dataset
 from engine.data.dataset import TokenDataset
-from engine.data.formats import Sample, read_samples
+from engine.data.formats import Sample, parse_records, read_samples
 from engine.data.overlong import Fate, RecordKind
+from engine.data.sources import Given, RecordSource
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
 
@@ -38,12 +39,14 @@ class TextReader(RecordReader[Sample]):
         super().__init__(tokenizer, **encoding)
         self._format = data_format
 
-    def open(self, path: Path) -> tuple[int, Iterator[Sample]]:
-        return read_samples(path, self._format)
+    def open(self, given: Given) -> Iterator[Sample]:
+        if isinstance(given, Path):
+            return read_samples(given, self._format)[1]
+        return parse_records(given.records(), self._format)
 
 
 def build_texts(
-    paths: Paths,
+    paths: Paths | RecordSource,
     *,
     tokenizer: Tokenizer,
     data_format: str = "auto",
@@ -53,7 +56,7 @@ def build_texts(
     images: ConversationReader | None = None,
     **options: Any,
 ) -> TokenDataset:
-    """Reads and tokenises files of text, conversations or tokens.
+    """Reads and tokenises text, conversations or tokens.
 
     Args:
         tokenizer, data_format, images: as for `TextReader`.

@@ -10,6 +10,7 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.config.rules import check_warmup, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.order import DataOrder
+from engine.data.sources import Sources
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.inference.generate import context_limit
@@ -66,6 +67,7 @@ def read_prompt_data(
     log: Log,
     *,
     images: object,
+    sources: Sources,
 ) -> PromptData:
     """Reads the prompts of a run that trains on its own completions, and checks that their answers can be sampled and
     scored. See `engine.training.run_data.DataReader`.
@@ -89,7 +91,11 @@ def read_prompt_data(
     room = data.seq_length - rollout.max_completion_length
     with Progress(log, "reading prompts", None, "records") as progress:
         prompts = read_prompts(
-            data.train, tokenizer=tokenizer, room=room, overlong=data.overlong, progress=progress.advance
+            sources.get(data.train, data.train),
+            tokenizer=tokenizer,
+            room=room,
+            overlong=data.overlong,
+            progress=progress.advance,
         )
     if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
         raise UserError(

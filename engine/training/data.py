@@ -9,6 +9,7 @@ from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
 from engine.config.run import RunConfig
 from engine.data.processor_template import processor_template
+from engine.data.sources import Sources
 from engine.data.store_paths import is_store
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
@@ -22,13 +23,16 @@ from engine.training.run_data import DataReader, RunData
 _IMAGE_READER = "engine.vision.data.reader:ImageReader"
 
 
-def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) -> RunData:
+def build_data(
+    config: RunConfig, launch: Launch, model: ModelFolder, log: Log, sources: Sources | None = None
+) -> RunData:
     """Reads, tokenises and arranges the data. Needs no process group, so that bad input is refused early.
 
     Under torchrun the first rank of each machine reads and tokenises; see `engine.training.node_data`.
 
     Args:
         model: the trained one; its tower decides whether images are read.
+        sources: of records that do not come from files.
 
     Raises:
         UserError: a record or tokenizer cannot be used.
@@ -49,7 +53,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     if images is not None and images.family.remark is not None:
         log.info(images.family.remark)
     read: DataReader = resolve(config.objective.kind.data)
-    return read(config, launch, model, tokenizer, log, images=images)
+    return read(config, launch, model, tokenizer, log, images=images, sources=sources or {})
 
 
 def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer, log: Log) -> ConversationReader | None:

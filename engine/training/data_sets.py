@@ -9,6 +9,7 @@ from engine.config.data import split_mix
 from engine.config.run import RunConfig
 from engine.data.build import RecordReader, build_dataset
 from engine.data.dataset import TokenDataset
+from engine.data.sources import RecordSource, Sources
 from engine.data.store_paths import is_store
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class DataSets:
         decoder: the model.
         log: gets a line on each.
         node: shares data sets among the ranks of a machine.
+        sources: of records that do not come from files.
     """
 
     config: RunConfig
@@ -40,6 +42,7 @@ class DataSets:
     decoder: DecoderConfig
     log: Log
     node: NodeData
+    sources: Sources
 
     def training_set(self, path: str) -> tuple[TokenDataset, TokenDataset | None]:
         """Returns data.train mixed with data.mix, and the rows of data.train that data.validation_split holds out."""
@@ -67,18 +70,20 @@ class DataSets:
         return mixed, held_out
 
     def dataset(self, path: str, what: str) -> TokenDataset:
-        """Returns the rows of a file of records, or of a token store."""
-        dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
+        """Returns the rows of a file of records, of a token store, or of the source that `path` names."""
+        given = self.sources.get(path, path)
+        stored = given is path and is_store(path)
+        dataset = self._stored(path) if stored else self.node.get(lambda: self._read(given, what))
         dataset.read_with(None if self.images is None else self.images.family)
         if self.decoder.needs_images and (count := int((dataset.feature_counts == 0).sum())):
             raise UserError(
-                f"{path} has {counted(count, 'document')} without an image, but every layer of this "
+                f"{given} has {counted(count, 'document')} without an image, but every layer of this "
                 f"{self.decoder.family} model attends to one: give records with an image each (token stores and "
                 "answers that are plain texts have none)."
             )
         if dataset.max_token >= self.decoder.vocab_size:
             raise UserError(
-                f"{path} has token id {dataset.max_token}, but the model's vocabulary has {self.decoder.vocab_size} "
+                f"{given} has token id {dataset.max_token}, but the model's vocabulary has {self.decoder.vocab_size} "
                 "entries: set data.tokenizer to the tokenizer this model was trained with."
             )
         self.log.info(f"{what} data: {dataset.report.summary()}")
@@ -101,7 +106,7 @@ class DataSets:
         data = self.config.data
         return {"seq_length": data.seq_length, "packing": data.packing, "overlong": data.overlong}
 
-    def _read(self, path: str, what: str) -> TokenDataset:
+    def _read(self, path: str | RecordSource, what: str) -> TokenDataset:
         with Progress(self.log, f"reading {what} data", None, "records") as progress:
             data, records = self.config.data, self.config.objective.kind.records
             if records is None:

@@ -17,6 +17,7 @@ import torch
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
+from engine.data.sources import Sources
 from engine.distributed.collectives import barrier
 from engine.distributed.mesh import Mesh
 from engine.runtime.launch import Launch
@@ -73,6 +74,7 @@ class Begun:
         start: where the run begins.
         read: the data, and the steps; None where they come after the warm-up.
         trackers: the run's.
+        sources: of records that do not come from files.
     """
 
     config: RunConfig
@@ -86,24 +88,33 @@ class Begun:
     start: Start
     read: PlannedData | None
     trackers: Trackers
+    sources: Sources | None
 
 
-def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, opened: ExitStack) -> PreparedRun:
+def prepare(
+    config: RunConfig,
+    launch: Launch,
+    log: Log,
+    listener: RunListener,
+    opened: ExitStack,
+    sources: Sources | None = None,
+) -> PreparedRun:
     """Prepares a run on this rank. Collective: every rank calls it.
 
     Args:
         listener: hears when things happen.
         opened: gets everything that must be closed when the run ends, also where this raises.
+        sources: of records that do not come from files.
 
     Raises:
         UserError: something in the configuration, the model or the data cannot work.
         RunComplete: nothing is left to do.
         CommunicationError: another rank is lost.
     """
-    return complete(begin(config, launch, log, opened), listener)
+    return complete(begin(config, launch, log, opened, sources), listener)
 
 
-def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack) -> Begun:
+def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack, sources: Sources | None = None) -> Begun:
     """Does all of `prepare` that comes before the weights; see there. Collective."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -116,7 +127,7 @@ def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack) -> Beg
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
-    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start)
+    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start, sources)
     trackers = open_run_trackers(config, folder.path, log)
     # a run that does not come as far as closing them itself failed, or was complete
     opened.push(lambda kind, error, trace: trackers.close("finished" if kind is RunComplete else "failed"))
@@ -132,6 +143,7 @@ def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack) -> Beg
         start=start,
         read=read,
         trackers=trackers,
+        sources=sources,
     )
 
 
@@ -152,7 +164,7 @@ def complete(
     folder, start, source = begun.folder, begun.start, begun.source
     training = _build_warm(begun, build)
     listener.run_started()
-    read = begun.read or _read_data(config, launch, log, folder, source.model, start)
+    read = begun.read or _read_data(config, launch, log, folder, source.model, start, begun.sources)
     if start.resume is not None:
         load_state(start.resume, config, training)
     read.data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
@@ -170,14 +182,20 @@ def complete(
 
 
 def _read_data(
-    config: RunConfig, launch: Launch, log: Log, folder: RunFolder, model: ModelFolder, start: Start
+    config: RunConfig,
+    launch: Launch,
+    log: Log,
+    folder: RunFolder,
+    model: ModelFolder,
+    start: Start,
+    sources: Sources | None,
 ) -> PlannedData:
     """Reads the data, plans the run's steps, and logs changes where the run resumes.
 
     Raises:
         RunComplete: nothing is left to do.
     """
-    data = build_data(config, launch, model, log)
+    data = build_data(config, launch, model, log, sources)
     prompts: list[SamplePrompt] = []
     if config.train.sample_prompts or config.train.sample_chat:
         read_prompts = resolve("engine.training.samples:read_prompts")

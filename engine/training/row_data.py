@@ -14,6 +14,7 @@ from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader, RowMeanLoader
 from engine.data.order import DataOrder
+from engine.data.sources import Sources
 from engine.data.tokenizer import Tokenizer
 from engine.runtime.launch import Launch
 from engine.seams import resolve
@@ -92,11 +93,12 @@ def read_rows(
     log: Log,
     *,
     images: Any,
+    sources: Sources,
 ) -> RowData:
     """Reads records and token stores; see `engine.training.run_data.DataReader`."""
     assert config.data.train is not None
     decoder = model.decoder
-    read = DataSets(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch))
+    read = DataSets(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch), sources)
     train, held_out = read.training_set(config.data.train)
     show_samples(config, train, tokenizer, log)
     shape = shape_of_launch(config, launch)

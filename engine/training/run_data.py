@@ -11,6 +11,7 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.data.order import DataOrder
+from engine.data.sources import Sources
 from engine.data.tokenizer import Tokenizer
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -125,12 +126,14 @@ class DataReader(Protocol):
         log: Log,
         *,
         images: Any,
+        sources: Sources,
     ) -> RunData:
         """Reads the data of a run. Needs no process group.
 
         Args:
             model: that is trained.
             images: reads conversations of a vision-language model; None for text alone.
+            sources: of records that do not come from files.
 
         Raises:
             UserError: a record cannot be used.

@@ -16,7 +16,8 @@ from engine.data.build import RecordReader
 from engine.data.chat import Message
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample
-from engine.data.record_files import Place, Record, read_records
+from engine.data.record_files import Place, Record
+from engine.data.sources import Given, open_records
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -42,11 +43,11 @@ class AnswerReader(RecordReader[ParsedRecord]):
     def __init__(self, tokenizer: Tokenizer, *, images: ConversationReader | None = None) -> None:
         super().__init__(tokenizer, images=images, mask_prompt=True, stream_length=2, last_answer=True)
 
-    def open(self, path: Path) -> tuple[int, Iterator[ParsedRecord]]:
-        if path.suffix.lower() == ".txt":
-            raise UserError(f"{path} is a text file, but answers to compare are records; give a JSON or JSONL file.")
-        count, records = read_records(path)
-        return count, (self.parse(place, record) for place, record in records)
+    def open(self, given: Given) -> Iterator[ParsedRecord]:
+        if isinstance(given, Path) and given.suffix.lower() == ".txt":
+            raise UserError(f"{given} is a text file, but answers to compare are records; give a JSON or JSONL file.")
+        records = open_records(given)
+        return (self.parse(place, record) for place, record in records)
 
     def documents(self, records: Sequence[ParsedRecord]) -> Iterator[Document]:
         found = super().documents([sample for record in records for sample in record.samples])

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.data.build import Advance, Paths, read_chunks
+from engine.data.build import Advance, Paths, given_by, read_chunks
 from engine.data.formats import conversation_turns, refuse_images, refuse_unusable, string_field
 from engine.data.order import DataOrder
 from engine.data.overlong import Fate, LongRecords, Measures, RecordKind
-from engine.data.record_files import Place, Record, expand_paths, read_records
+from engine.data.record_files import Place, Record
+from engine.data.sources import RecordSource, open_records
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.sentences import listed
@@ -103,17 +104,17 @@ PROMPT = RecordKind(
 
 
 def read_prompts(
-    paths: Paths,
+    paths: Paths | RecordSource,
     *,
     tokenizer: Tokenizer,
     room: int,
     overlong: str = "drop",
     progress: Advance | None = None,
 ) -> PromptSet:
-    """Reads and tokenises files of prompts.
+    """Reads and tokenises prompts.
 
     Args:
-        paths: one file, several, or patterns with *; read in the order given.
+        paths: one file, several, or patterns with *, read in the order given; or a source.
         tokenizer: encodes them.
         room: maximum tokens of a prompt, so that an answer has room in a row.
         overlong: "error" refuses a longer one; anything else drops it.
@@ -122,14 +123,14 @@ def read_prompts(
     Raises:
         UserError: a file or record cannot be used, or no prompt is left to answer.
     """
-    files = expand_paths(paths)
+    files = given_by(paths)
     long = LongRecords(PROMPT, limit=room, overlong=overlong)
     kept: list[Prompt] = []
 
     def prompts_of(records: list[tuple[Place, Record]]) -> Iterator[Prompt]:
         return (parse_prompt(place, record, tokenizer) for place, record in records)
 
-    for _, prompts in read_chunks(files, read_records, prompts_of, _TOLD, progress):
+    for _, prompts in read_chunks(files, open_records, prompts_of, _TOLD, progress):
         lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
         fates = long.decide(Measures.of_lengths(lengths, np.ones(len(lengths), dtype=bool)))
         for prompt, fate in zip(prompts, fates.tolist(), strict=True):

@@ -81,7 +81,7 @@ class ImageReader:
         return [self._placed(sample.place, ref) for ref in sample.images]
 
     def _placed(self, place: Place, ref: ImageRef) -> PlacedImage:
-        folder, where = self._folder or place.path.parent, ref.option or f"{place}: field '{ref.field}'"
+        folder, where = self._folder or place.image_folder, ref.option or f"{place}: field '{ref.field}'"
         file = folder / ref.path
         if file not in self._sizes:
             self._sizes[file] = image_size(file, where, upright=self.family.turns_upright)

@@ -26,6 +26,7 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.distributed.operations import LOG
 from engine.errors import UserError
+from engine.inference.kept_row import KeptRow
 from engine.inference.model_part import Chosen, InferenceStage
 from engine.inference.options import Limits
 from engine.inference.prompt_coordinates import PromptCoordinates, text_coordinates
@@ -34,7 +35,7 @@ from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
 from engine.seams import resolve
 
-Ending = Literal["stop_token", "stop_text", "length"]
+Ending = Literal["stop_token", "stop_text", "length", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +173,8 @@ class Generator:
             from each other in each, or send each other tokens; None where there are none.
         ahead: passes that may be launched before the tokens of one are read; None for 1 on a GPU, and 0 on a CPU, where
             no pass runs beside the host.
+        keeps_row: with one slot, the row stays in the cache, and a prompt that begins with the same tokens computes the
+            others alone.
     """
 
     def __init__(
@@ -184,6 +187,7 @@ class Generator:
         speed: Speed | None = None,
         in_step_with: Axis | None = None,
         ahead: int | None = None,
+        keeps_row: bool = False,
     ) -> None:
         assert tokenizer is not None or not limits.stop_texts, "stop texts are found in a text"
         assert limits.slots <= stage.slots, (limits.slots, stage.slots)
@@ -198,6 +202,10 @@ class Generator:
         """Whether any of them had rows left when this was last asked."""
         self._shared: Request | None = None
         """The prompt that waits for more rows to continue it, which are the next."""
+        assert not keeps_row or limits.slots == stage.group == 1, "one row is kept"
+        self._keeps_row = keeps_row
+        self._last_row: _Row | None = None
+        """The row that is kept."""
 
     def run(
         self,
@@ -205,6 +213,7 @@ class Generator:
         *,
         on_text: Callable[[Request, str], None] | None = None,
         on_answer: Callable[[Answer], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Continues all prompts. Collective: every rank calls it with the same ones.
 
@@ -212,9 +221,10 @@ class Generator:
             requests: that pass `check_requests`, and fit the cache.
             on_text: called with text as it comes.
             on_answer: called when a row has ended.
+            interrupted: asked before each pass, on every rank with the same result: whether all rows end as they are.
 
         Returns:
-            The answers in the order of `requests`.
+            The answers in the order of `requests`; without those of prompts that had not begun when it was interrupted.
 
         Raises:
             UserError: an image that cannot be read; on all ranks.
@@ -232,17 +242,30 @@ class Generator:
             while len(unread) > self._ahead:
                 read()
 
-        def read() -> None:
-            for row in self._read(unread.popleft(), on_text):
+        def end(ended: Sequence[_Row]) -> None:
+            for row in ended:
                 assert row.ending is not None
                 answer = answers[row.request.row] = _answer(row, row.ending)
                 if on_answer is not None:
                     on_answer(answer)
             self._close_gaps(rows)
 
+        def read() -> None:
+            end(self._read(unread.popleft(), on_text))
+
         while self._continues(bool(waiting or rows)):
+            if interrupted is not None and interrupted():
+                while unread:
+                    read()
+                end([self._interrupted(row, on_text) for row in rows])
+                break
             if not waiting and not rows:
                 self.stage.idle()
+                continue
+            if self._last_row is not None and (continued := self._continued(waiting[0])) is not None:
+                waiting.popleft()
+                rows += continued.rows
+                launched(continued)
                 continue
             starting = self._next_prompts(waiting, len(rows))
             launched(self._prefill(starting, rows) if starting else self._decode(rows))
@@ -258,7 +281,7 @@ class Generator:
         while unread:
             read()
         self.stage.finish()
-        return [answers[request.row] for request in requests]
+        return [answers[request.row] for request in requests if request.row in answers]
 
     def _read(self, one: _Pass, on_text: Callable[[Request, str], None] | None) -> list[_Row]:
         """Takes the tokens of a pass; returns the rows that they end."""
@@ -407,19 +430,59 @@ class Generator:
         if text and on_text is not None:
             on_text(row.request, text)
 
+    def _interrupted(self, row: _Row, on_text: Callable[[Request, str], None] | None) -> _Row:
+        """Returns the row, which ends as it is."""
+        row.ending = "interrupted"
+        if row.stream is not None and (text := row.stream.finish()) and on_text is not None:
+            on_text(row.request, text)
+        return row
+
     def _close_gaps(self, rows: list[_Row]) -> None:
         """Removes rows that have ended, or have all their tokens; the last ones take their slots."""
         slot = 0
         while slot < len(rows):
             if self._leaves(rows[-1]):
-                rows.pop()
-                self.stage.free(len(rows))
+                self._leave(rows.pop(), len(rows))
             elif self._leaves(rows[slot]):
                 self.stage.free(slot)
                 rows[slot] = rows.pop()
                 self.stage.move(len(rows), slot)
             else:
                 slot += 1
+
+    def _leave(self, row: _Row, slot: int) -> None:
+        if self._keeps_row:
+            self._last_row = row
+        else:
+            self.stage.free(slot)
+
+    def _kept_row(self) -> KeptRow | None:
+        """Takes the row that is kept."""
+        row, self._last_row = self._last_row, None
+        if row is None:
+            return None
+        prompt, images = row.request.ids, row.request.images
+        length = row.place  # the last token that was chosen is the input of no pass yet
+        ids = (*prompt, *row.ids)[:length]
+        return KeptRow(ids=ids, length=length, images=images, behind=len(prompt) - row.next_position)
+
+    def _continued(self, request: Request) -> _Pass | None:
+        """Runs the tokens of a prompt that the kept row does not begin with; None, with a free slot, where there is
+        nothing to continue."""
+        kept = self._kept_row()
+        if kept is None:
+            return None
+        common = kept.common(request.ids, request.images)
+        if common == 0 or not self.stage.cache.can_continue(0, kept.length, common):
+            self.stage.free(0)
+            return None
+        began, length = self.stage.now(), len(request.ids)
+        chosen = self.stage.continue_row(
+            request.ids, common, range(common - kept.behind, length - kept.behind), request.row
+        )
+        self.speed.prefill_seconds += self.stage.now() - began
+        self.speed.prefill_tokens += length - common
+        return _Pass([self._row(request, length - kept.behind)], chosen)
 
     def _leaves(self, row: _Row) -> bool:
         return row.ending is not None or row.launched == self._limits.max_new_tokens

@@ -18,7 +18,6 @@ Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pas
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,24 +25,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.inference.continued_pass import ContinuedPass
+from engine.inference.layer_cache import LayerCache
 from engine.inference.pages import PAGE, SPARE_PAGE, PageTable
 from engine.inference.state_pools import StatePools
 from engine.kernels.records import Documents
 from engine.layers.attention import CachedAttention
 from engine.layers.host_copies import sent
-from engine.ops.kernels import AttendPages, Attention, Kernels
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerCache:
-    keys: Tensor
-    values: Tensor
-    table: PageTable
-    softcap: float | None
-    sinks_H: Tensor | None
-    attend: AttendPages | None
-    """Reads pages where they are; None where they are gathered."""
-
+from engine.ops.kernels import Attention, Kernels
 
 WRITTEN = 5
 _PLACES, _COUNTS, _ENTRIES, _SOURCES, _TARGETS = range(WRITTEN)
@@ -85,7 +74,7 @@ class KeyValues:
         self._new = length if new is None else new
         self._waiting = slots
         """The slot of the prompt that waits."""
-        self.layers: dict[str, _LayerCache] = {}
+        self.layers: dict[str, LayerCache] = {}
         self._tables: dict[int, PageTable] = {}
         self.gathered: str | None = None
         """Why pages are gathered in some layers, in one sentence; None where all are read where they are."""
@@ -111,7 +100,7 @@ class KeyValues:
             # masked values must be finite
             make = torch.zeros if attend is None else torch.empty
             keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
-            self.layers[attention.name] = _LayerCache(keys, values, table, softcap, sinks, attend)
+            self.layers[attention.name] = LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
         self._beside: dict[str, dict[int, tuple[Tensor, ...]]] = {}
         self._states = StatePools(slots + 1)
@@ -178,6 +167,22 @@ class KeyValues:
     def end_waiting(self) -> None:
         """Lets go of the prompt that waits."""
         self.free(self._waiting)
+
+    def can_continue(self, slot: int, length: int, kept: int) -> bool:
+        """Returns whether new tokens may follow the first `kept` ones of a row of `length` tokens: of layers with a
+        window the last tokens alone are here, and states are those of the whole row."""
+        if self._states.num_bytes or any(slot in beside for beside in self._beside.values()):
+            return False
+        return kept == length or all(length <= table.capacity for table in self._tables.values())
+
+    def continue_row(self, slot: int, kept: int, count: int, *, fill: int = 0) -> ContinuedPass:
+        """Returns the pass of `count` new tokens that follow the first `kept` ones of a row; `fill` tokens follow that
+        are not read."""
+        for table in self._tables.values():
+            table.continue_row(slot, kept + count)
+        return ContinuedPass(
+            self.layers, self._tables, slot, kept, count, fill=fill, length=self.length, device=self._device
+        )
 
     def free(self, slot: int) -> None:
         """Ends a row."""

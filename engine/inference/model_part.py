@@ -224,6 +224,33 @@ class InferenceStage:
         return self._choose(logits, *places)
 
     @torch.no_grad()
+    def continue_row(self, ids: Sequence[int], kept: int, positions: Sequence[int], row: int) -> Chosen:
+        """Runs the tokens of a prompt that follow those which the row in slot 0 has in the cache, and chooses the next
+        one.
+
+        Args:
+            ids: all tokens of the prompt.
+            kept: the number of its first tokens that are in the cache; `cache.can_continue` allows it.
+            positions: of the others, for rotary embeddings.
+            row: its number in the run.
+
+        Returns:
+            A token; the same on all ranks.
+        """
+        count = len(ids) - kept
+        fill = -count % self._multiple
+        padding = [0] * fill
+        tokens, at = self._to_device([*ids[kept:], *padding], [*positions, *padding])
+        lengths = (count, fill) if fill else (count,)
+        batch = _batch(tokens[None], at[None], lengths)
+        batch = batch if 0 in self._parts else batch.without_input()
+        lasts, slot, rows, places = self._to_device([count - 1], [0], [row], [len(ids)])
+        if self._chooser is not None:
+            self._chooser.start_row(0, self._to_device(ids)[0])
+        cache = self.cache.continue_row(0, kept, count, fill=fill)
+        return self._choose(self._logits(batch, cache, lasts), slot, rows, places)
+
+    @torch.no_grad()
     def start(self, first_slot: int, rows: Sequence[int]) -> Chosen:
         """Chooses the first token of further rows that continue the prompt that waits, without running it again.
 

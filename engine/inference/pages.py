@@ -75,6 +75,12 @@ class PageTable:
         for number in range(_pages(min(prompt, self.capacity))):
             self._append(slot, number)
 
+    def continue_row(self, slot: int, length: int) -> None:
+        """Gives a row, which shares no page, those that it has too few of for so many tokens."""
+        self._note(slot)
+        for number in range(self._counts[slot], _pages(min(length, self.capacity))):
+            self._append(slot, number)
+
     def share(self, source: int, target: int) -> None:
         """Gives a free slot the pages of another one, which both read from now on."""
         assert self._counts[target] == 0, target

@@ -1,7 +1,8 @@
 """The exceptions whose message is meant for the user.
 
 `UserError` carries a sentence that says what was given, what was expected and what to change. Command lines print
-that sentence once and exit with status 2; anything else that escapes is a defect and keeps its traceback.
+that sentence once and exit with status 2, or 69 where another rank is lost; anything else that escapes is a defect and
+keeps its traceback.
 """
 
 

@@ -1,7 +1,7 @@
 """The command `rankfold`: the first word names a command, and the rest are its arguments.
 
 rankfold train --config run.yaml
-torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+rankfold train --nproc 2 --config run.yaml --parallel.tensor 2
 
 The top imports only the standard library, so that a missing dependency is reported in one sentence.
 """
@@ -28,6 +28,10 @@ COMMANDS = {
 }
 """Name -> its purpose. Each is a module of this package with `main()`."""
 
+ON_RANKS = ("train", "generate")
+"""The commands that --nproc starts on several devices. One with `check_ranks(words, world_size)` refuses there what
+would otherwise be refused by its ranks."""
+
 REQUIRED = (
     "torch", "transformers", "safetensors", "sentencepiece", "jinja2", "markupsafe", "numpy", "jsonargparse",
     "docstring_parser", "yaml", "einops", "PIL", "rich",
@@ -36,7 +40,7 @@ REQUIRED = (
 
 _EXAMPLES = """
 `rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program; on several devices:
-  torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+  rankfold train --nproc 2 --config run.yaml --parallel.tensor 2
 """
 
 
@@ -82,6 +86,10 @@ def _run_one(command: str) -> None:
     from engine.errors import UserError
 
     try:
+        if command in ON_RANKS:
+            from rankfold.starting.command import start_where_asked
+
+            start_where_asked(command, sys.argv[1:])
         import_module(f"rankfold.{command}").main()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -2,7 +2,7 @@
 
 rankfold generate --model HF_DIR --prompt "Once upon a time"
 rankfold generate --model HF_DIR --adapter RUN_DIR --chat
-torchrun --nproc-per-node 4 -m rankfold generate --model DIR --tensor 2 --pipeline 2 --prompts in.jsonl --out out.jsonl
+rankfold generate --nproc 4 --model DIR --tensor 2 --pipeline 2 --prompts in.jsonl --out out.jsonl
 """
 
 from __future__ import annotations
@@ -22,10 +22,25 @@ def main() -> None:
         _generate(arguments)
 
 
-def _generate(arguments: argparse.Namespace) -> None:
+def check_ranks(words: list[str], world_size: int) -> None:
+    """Refuses arguments that no number of ranks could use; the ranks check their number with the model.
+
+    Raises:
+        UserError: an option cannot be used.
+    """
+    arguments = build_parser(__doc__).parse_args(words)
+    with named_as(arguments.stands_for):
+        _check(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
     check_prompts(arguments)
     for options in (model_choice, sampling, limits):
         options(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _check(arguments)
     # imported after the options are known to be sound: torch and transformers take seconds to load
     from engine.distributed.failures import CommunicationError
     from engine.runtime.launch import start, stop

@@ -1,7 +1,7 @@
 """Trains: LoRA adapters, selected parameters, or everything.
 
 rankfold train --config run.yaml
-torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+rankfold train --nproc 2 --config run.yaml --parallel.tensor 2    # on two devices; torchrun ... -m rankfold train too
 rankfold train --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
 rankfold train --config run.yaml --reward a.py:f --reward exact_match    # both, as --rollout.rewards
 rankfold train --config sweep.yaml    # several runs over one base, where the file has a list `adapters`
@@ -19,6 +19,7 @@ from engine.errors import UserError
 from engine.seams import resolve
 from engine.telemetry.errors import EXIT_STOPPED
 from engine.telemetry.interrupts import EXIT_INTERRUPTED
+from rankfold.starting.options import start_help
 
 _PROFILE = re.compile(r"^--profile(?=$|=)")
 """A short name of an option."""
@@ -27,8 +28,8 @@ _REWARD = "--reward"
 
 
 def main() -> None:
-    words = [_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(sys.argv[1:])]
-    answer_help(words)
+    words = _as_options(sys.argv[1:])
+    answer_help(words, start_help)
     # imported after the help, which needs no parser
     from engine.config.load import has_adapters, load_config
     from engine.runtime.command import given_command
@@ -46,6 +47,29 @@ def main() -> None:
         summary = train(config, command=given_command)
     if summary.stopped is not None:
         sys.exit(EXIT_INTERRUPTED if summary.interrupted else EXIT_STOPPED)
+
+
+def check_ranks(words: list[str], world_size: int) -> None:
+    """Refuses what a number of ranks could not train.
+
+    Raises:
+        UserError: an option cannot be used, or the layout or the batch does not fit the ranks.
+        SystemExit: after --print_config.
+    """
+    from engine.config.load import has_adapters, load_config
+    from engine.config.rules import check_world
+
+    words = _as_options(words)
+    if has_adapters(words):
+        for entry in resolve("engine.tenants.sweep_file:read_sweep")(words).entries:
+            check_world(entry.config, world_size)
+    else:
+        check_world(load_config(words), world_size)
+
+
+def _as_options(words: Sequence[str]) -> list[str]:
+    """Returns the words with the full names of options in place of short ones."""
+    return [_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(words)]
 
 
 def with_rewards(arguments: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
 from pathlib import Path
@@ -31,7 +31,7 @@ Trains LoRA adapters, selected parameters, or everything. Each option can be set
 under its section, or on the command line, which wins:
 
   {command} --config run.yaml --lora.rank 8 --lora.targets q_proj,v_proj
-  torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+  rankfold train --nproc 2 --config run.yaml --parallel.tensor 2
 
 The options that most runs set:
 """
@@ -55,8 +55,12 @@ def help_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def answer_help(argv: Sequence[str]) -> None:
+def answer_help(argv: Sequence[str], more: Callable[[], str] | None = None) -> None:
     """Prints the help that a command line asks for and ends the program; returns where it asks for none.
+
+    Args:
+        argv: the command line.
+        more: returns a further paragraph for --help alone, about options that are not a run's.
 
     Raises:
         SystemExit: after the help.
@@ -65,6 +69,8 @@ def answer_help(argv: Sequence[str]) -> None:
     if (topic := help_topic(argv)) is None:
         return
     text = help_text(topic)
+    if topic == "" and more is not None:
+        text += f"\n{more()}"
     with suppress(OSError):  # it need not be read to its end
         sys.stdout.write(text)
     raise SystemExit(0)

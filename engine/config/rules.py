@@ -300,7 +300,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         world_size % size == 0,
         f"The run has {world_size} rank{'s' if world_size != 1 else ''} and parallel.tensor "
         f"{config.parallel.tensor} x parallel.pipeline {config.parallel.pipeline} x parallel.context "
-        f"{config.parallel.context} needs a multiple of {size}: start torchrun with --nproc-per-node {size}, or change "
+        f"{config.parallel.context} needs a multiple of {size}: start it with --nproc {size}, or change "
         f"{' or '.join(splits)}.",
     )
 

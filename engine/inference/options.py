@@ -59,7 +59,7 @@ class ModelChoice:
         if tensor * self.pipeline != world_size:
             raise UserError(
                 f"--tensor {tensor} and --pipeline {self.pipeline} need {tensor * self.pipeline} ranks, but there are "
-                f"{world_size}: start torchrun with --nproc-per-node {tensor * self.pipeline}, or change one of them."
+                f"{world_size}: start it with --nproc {tensor * self.pipeline}, or change one of them."
             )
         if tensor % self.expert:
             raise UserError(

@@ -35,7 +35,7 @@ from engine.distributed.failures import CommunicationError
 from engine.runtime.hang_report import some_ranks
 from engine.runtime.watchdog import seconds_between_looks
 from engine.telemetry.ending import end_at_once
-from engine.telemetry.errors import EXIT_USER_ERROR
+from engine.telemetry.errors import EXIT_LOST_RANK
 from engine.telemetry.interrupts import SAME_PRESS_SECONDS, is_ignored
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -240,7 +240,7 @@ class Preemption:
         self._agreed.set()
         time.sleep(_LEAVE_SECONDS)  # the main thread ends the process, unless it waits forever
         self._say(f"error: {lost}.")
-        end_at_once(EXIT_USER_ERROR)
+        end_at_once(EXIT_LOST_RANK)
 
     def _listen(self, reader: int) -> None:
         first: tuple[float, int] | None = None

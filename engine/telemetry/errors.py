@@ -31,6 +31,8 @@ EXIT_UNREAD = 141
 EXIT_STOPPED = 75
 """Exit status where a scheduler stopped the run, which has saved and can resume: EX_TEMPFAIL of sysexits.h. Not 0,
 which schedulers take for success. torchrun turns it, like any status of its ranks, into 1."""
+EXIT_LOST_RANK = 69
+"""Exit status where another rank is gone, so that the same command may succeed: EX_UNAVAILABLE of sysexits.h."""
 _WAIT_SECONDS = 2.0
 """Seconds for torchrun to notice that the failing or lost rank has ended: it reports the first such rank as the
 cause.
@@ -68,7 +70,8 @@ def ending_of(error: BaseException) -> Ending:
             return _INTERRUPTED
         case UserError():
             line = f"error: {one_line(str(error))}"
-            return Ending(status=EXIT_USER_ERROR, line=line, is_after_another=isinstance(error, LostRankError))
+            is_lost = isinstance(error, LostRankError)
+            return Ending(status=EXIT_LOST_RANK if is_lost else EXIT_USER_ERROR, line=line, is_after_another=is_lost)
         case OSError() if (sentence := sentence_of(error)) is not None:
             return Ending(status=EXIT_USER_ERROR, line=f"error: {one_line(sentence)}")
         case MemoryError() | RuntimeError() if (sentence := _memory_sentence(error)) is not None:
@@ -120,11 +123,11 @@ def one_line(text: str) -> str:
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Runs a command line's `main` and ends the process.
 
-    A `UserError` becomes `error: <sentence>` on stderr, once per machine, and status 2; Ctrl-C becomes one line and
-    status 130, and a second one ends the process wherever it is. A reader that leaves before it has all results
-    (`| head`) ends the command quietly with status 141; unread stderr is ignored, and so is --help that is not read to
-    its end. Other exceptions keep their traceback: they are defects. A process that has joined others ends at once in
-    each of these cases, see `engine.telemetry.ending`.
+    A `UserError` becomes `error: <sentence>` on stderr, once per machine, and status 2, or 69 where another
+    rank is lost; Ctrl-C becomes one line and status 130, and a second one ends the process wherever it is. A reader
+    that leaves before it has all results (`| head`) ends the command quietly with status 141; unread stderr is ignored,
+    and so is --help that is not read to its end. Other exceptions keep their traceback: they are defects. A process
+    that has joined others ends at once in each of these cases, see `engine.telemetry.ending`.
 
     Args:
         main: the command; returns None when all went well.
@@ -159,7 +162,9 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 def _tell(ending: Ending) -> None:
     if ending.trace is not None and has_joined():
         print(ending.trace, file=sys.stderr, end="", flush=True)
-    speaks = ending.line is None or claim_once(str(ending.status), os.environ)
+    # a lost rank is silent where the one that is the cause has spoken
+    claimed = EXIT_USER_ERROR if ending.is_after_another else ending.status
+    speaks = ending.line is None or claim_once(str(claimed), os.environ)
     if ending.line is not None and speaks:
         say(ending.line)
     if is_rank(os.environ) and (ending.is_after_another or not speaks):

@@ -14,6 +14,7 @@ from engine.config.paths import path_text
 from engine.config.units import read_length, read_step
 from engine.errors import UserError
 from engine.inference.options import Limits, ModelChoice, Sampling
+from rankfold.starting.options import add_start_options
 
 _Record = TypeVar("_Record", ModelChoice, Sampling, Limits)
 
@@ -49,7 +50,8 @@ def build_parser(description: str | None) -> CommandLine:
         default="auto",
         help="replay passes of one token a row as CUDA graphs: auto where that is possible (default), or none",
     )
-    layout = parser.add_argument_group("layout, under torchrun")
+    add_start_options(parser)
+    layout = parser.add_argument_group("layout, with --nproc or under torchrun")
     layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")
     layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
     layout.add_argument(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.telemetry.errors import EXIT_LOST_RANK
 from tests.faults.ranks import End, Ranks, run_settings
 
 pytestmark = pytest.mark.distributed
@@ -71,7 +72,7 @@ def after_stop(settings: dict[str, object], tmp_path_factory: pytest.TempPathFac
 
 def _check_sentence(end: End, layout: str, words: str) -> None:
     """One sentence: the last finished step, who, in what, for whom, what the backend says and what to do."""
-    assert end.status == 2, end
+    assert end.status == EXIT_LOST_RANK, end
     assert "Traceback" not in end.output and "terminate called" not in end.output
     assert len(end.errors) == 1, end.output
     pattern = (
@@ -103,7 +104,7 @@ def test_of_many_ranks_one_speaks(settings: dict[str, object], tmp_path: Path) -
     with Ranks(tmp_path, options, 4) as ranks:
         ranks.wait_for_step(2)
         ends = ranks.ends(range(3), ranks.send(3, signal.SIGKILL), SHORT + SLACK)
-    assert [end.status for end in ends.values()] == [2, 2, 2], ends
+    assert [end.status for end in ends.values()] == [EXIT_LOST_RANK] * 3, ends
     assert sum(len(end.errors) for end in ends.values()) == 1
     assert not any("Traceback" in end.output for end in ends.values())
 
@@ -111,7 +112,7 @@ def test_of_many_ranks_one_speaks(settings: dict[str, object], tmp_path: Path) -
 def test_rank_that_never_comes(settings: dict[str, object], tmp_path: Path) -> None:
     with Ranks(tmp_path, {**settings, "train.collective_timeout": 3}, 2, missing=(1,)) as ranks:
         end = ranks.ends([0], ranks.started, 60)[0]
-    assert end.status == 2, end
+    assert end.status == EXIT_LOST_RANK, end
     assert len(end.errors) == 1 and "Traceback" not in end.output
     start = "error: before the first step, this rank did not find the others in joining the process group"
     assert end.errors[0].startswith(start) and "there was no answer for 3 s" in end.errors[0], end.errors
@@ -124,6 +125,6 @@ def test_the_rank_that_knows_the_reason_speaks(settings: dict[str, object], tmp_
     options = {**settings, "parallel.tensor": 2, "train.collective_timeout": AMPLE}
     with Ranks(tmp_path, options, 2, own={1: {"data.train": broken}}) as ranks:
         ends = ranks.ends(range(2), ranks.started, AMPLE)
-    assert [end.status for end in ends.values()] == [2, 2], ends
+    assert [end.status for end in ends.values()] == [EXIT_LOST_RANK, 2], ends
     assert [len(end.errors) for end in ends.values()] == [0, 1], ends
     assert "broken.jsonl" in ends[1].errors[0] and not any("Traceback" in end.output for end in ends.values())

@@ -39,7 +39,7 @@ _IMPORTED = (
     "multiprocessing.spawn",  # remembers sys.executable, which a worker of its needs to be the real one
     "torch.distributed.run", "torch._dynamo", "torch.distributed.device_mesh", "engine.training.trainer",
     "engine.conversion.commands", "rankfold.train", "rankfold.convert", "rankfold.generate", "rankfold.plan",
-    "rankfold.certifying.worker", "rankfold.certifying.command", "sentencepiece", "jinja2",
+    "rankfold.certifying.worker", "rankfold.certifying.command", "rankfold.starting.ranks", "sentencepiece", "jinja2",
     "transformers.tokenization_utils_tokenizers", "transformers.dynamic_module_utils",
 )  # fmt: skip
 
@@ -197,7 +197,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> N
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python starts on a terminal
         os.environ.clear()
         os.environ.update(environment)
-        while arguments and arguments[0] == "-u":
+        while arguments and arguments[0] in ("-u", "-P"):
             del arguments[0]
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -238,6 +238,8 @@ def _run(arguments: list[str]) -> int:
             _fork_ranks()
             importlib.import_module("torch.distributed.run").main(arguments[2:])
         else:
+            if "--nproc" in arguments:
+                _fork_ranks()
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(arguments)

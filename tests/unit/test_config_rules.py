@@ -135,7 +135,7 @@ def test_data_parallel_size(tensor: int, world: int, expected: int) -> None:
 
 @pytest.mark.parametrize(("tensor", "world"), [(2, 1), (2, 3), (4, 6)])
 def test_ranks_that_do_not_divide(tensor: int, world: int) -> None:
-    with pytest.raises(UserError, match=f"has {world} ranks? .*parallel.tensor {tensor} .*--nproc-per-node {tensor}"):
+    with pytest.raises(UserError, match=f"has {world} ranks? .*parallel.tensor {tensor} .*--nproc {tensor}"):
         check_world(run(parallel=ParallelOptions(tensor=tensor)), world)
 
 

@@ -83,6 +83,7 @@ setup(
     extras_require={
         # what writes and checks the log of an MLPerf run; its rules change from version to version
         "mlperf": ["mlperf-logging==4.1.68"],
+        "docs": ["zensical", "mkdocstrings-python"],  # the site of docs/: python -m tools.docs_site
         "peft": ["peft"],
         "mlflow": ["mlflow"],
         "serve": ["starlette", "uvicorn", "zstandard"],

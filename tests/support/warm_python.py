@@ -195,6 +195,8 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> N
     try:
         os.chdir(folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python starts on a terminal
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):  # torchrun's, of which it forks
+            signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(environment)
         while arguments and arguments[0] in ("-u", "-P"):

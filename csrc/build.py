@@ -28,7 +28,8 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
 }
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
-         "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas")  # fmt: skip
+         "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
+         "-include", str(SOURCE_DIR / "glibc.inc"))  # fmt: skip
 
 
 class BuildError(Exception):

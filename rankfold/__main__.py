@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.config.command_line import CommandLine
 
 COMMANDS = {
+    "quickstart": "train, export and check a small model of its own: the whole job in three minutes",
     "train": "train LoRA adapters, selected parameters, or everything",
     "convert": "convert checkpoints, adapters, and configurations of other trainers",
     "generate": "generate text with a model",

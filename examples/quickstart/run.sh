@@ -1,12 +1,22 @@
 #!/usr/bin/env bash
-# The whole main job on real text: bash examples/quickstart/run.sh   (--help for more; README.md says what happens)
+# `rankfold quickstart` of this checkout: bash examples/quickstart/run.sh [--python PATH] [options of the command]
+#
+# Installs into .venv first, unless --python names an interpreter that has the engine. README.md says what happens.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-for python in "$here/../../.venv/bin/python" ${PYTHON:-python3 python3.12 python3.11}; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-        exec "$python" "$here/quickstart.py" "$@"
-    fi
-done
-echo "error: no Python 3.11 or newer was found: install Python 3.11 or 3.12, or set PYTHON to its path." >&2
-exit 2
+root=$(cd "$here/../.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+python=
+if [ "${1:-}" = --python ]; then
+    [ $# -gt 1 ] || { echo "error: --python has no value: give the path of an interpreter." >&2; exit 2; }
+    python=$2
+    shift 2
+fi
+if [ -z "$python" ]; then
+    bash "$root/tools/setup_venv.sh" train
+    python=$root/.venv/bin/python
+fi
+name=reference
+case " $* " in *" --model"*) name=own ;; esac
+exec "$python" -m rankfold quickstart --out "$here/out/$name" "$@"

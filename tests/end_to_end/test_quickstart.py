@@ -20,11 +20,11 @@ LORA = ("--", "--train.steps", "15", "--optim.lr", "1e-2", "--optim.warmup_steps
 
 
 def run(*arguments: object, home: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs run.sh from another folder with an empty home, and checks its status."""
+    """Runs run.sh with a warm interpreter from another folder with an empty home, and checks its status."""
     home.mkdir(exist_ok=True)
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(
-        ["bash", str(QUICKSTART / "run.sh"), *map(str, arguments)],
+        ["bash", str(QUICKSTART / "run.sh"), "--python", str(warm_python()), *map(str, arguments)],
         env=environment,
         cwd=home,
         capture_output=True,
@@ -39,7 +39,7 @@ def run(*arguments: object, home: Path, status: int = 0) -> subprocess.Completed
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """A folder in which the quickstart has run, and what it printed."""
     folder = tmp_path_factory.mktemp("quickstart")
-    result = run(*TINY, "--python", warm_python(), "--out", folder / "out", *LORA, home=folder / "home")
+    result = run(*TINY, "--out", folder / "out", *LORA, home=folder / "home")
     yield folder, result.stdout
 
 
@@ -86,7 +86,7 @@ def test_second_run_does_nothing_and_prints_the_same_figures(finished: tuple[Pat
     folder, printed = finished
     adapter = folder / "out" / "adapter" / "adapter_model.safetensors"
     before = adapter.stat().st_mtime_ns
-    again = run(*TINY, "--python", warm_python(), "--out", folder / "out", *LORA, home=folder / "home").stdout
+    again = run(*TINY, "--out", folder / "out", *LORA, home=folder / "home").stdout
     assert again.count("done before\n") == 8
     assert adapter.stat().st_mtime_ns == before
     figures = [text.split("== what came out")[1].split("== time")[0] for text in (printed, again)]
@@ -99,7 +99,7 @@ def test_second_run_does_nothing_and_prints_the_same_figures(finished: tuple[Pat
 def test_own_model_and_data(finished: tuple[Path, str]) -> None:
     folder, _ = finished
     out, data = folder / "own", folder / "out" / "data" / "train.jsonl"
-    given = ("--model", folder / "out" / "base", "--data", data, "--python", warm_python(), "--out", out)
+    given = ("--model", folder / "out" / "base", "--data", data, "--out", out)
     printed = run(*given, *LORA, home=folder / "home").stdout
     assert "pretraining" not in printed and str(out / "merged") in printed
     parts = [
@@ -129,7 +129,7 @@ def test_wrong_arguments_are_one_sentence(arguments: list[str], expected: str, t
 def test_failed_step_names_its_log(stories_dir: Path, tmp_path: Path) -> None:
     out, data = tmp_path / "out", tmp_path / "one.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
-    given = ("--model", stories_dir, "--data", data, "--python", warm_python(), "--out", out)
+    given = ("--model", stories_dir, "--data", data, "--out", out)
     result = run(*given, home=tmp_path / "home", status=1)
     assert "has 1 records: give at least 2" in result.stdout
     assert result.stderr.count("\n") == 1 and str(out / "logs" / "split.log") in result.stderr
@@ -144,7 +144,7 @@ def test_malformed_record_is_shown_without_the_launcher(stories_dir: Path, tmp_p
     out, data = tmp_path / "out", tmp_path / "broken.jsonl"
     good, bad = '{"prompt": "a", "completion": "b"}\n', '{"prompt": "a"}\n'
     data.write_text(good + bad + good + good, encoding="utf-8")
-    given = ("--model", stories_dir, "--data", data, "--python", warm_python(), "--out", out)
+    given = ("--model", stories_dir, "--data", data, "--out", out)
     result = run(*given, home=tmp_path / "home", status=1)
     assert result.stdout.count("error: ") == 1 and "'completion' is missing" in result.stdout
     assert result.stderr.count("\n") == 1 and str(out / "logs" / "lora.log") in result.stderr
@@ -156,6 +156,6 @@ def test_fresh_removes_only_what_a_quickstart_made(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work", encoding="utf-8")
-    result = run("--fresh", "--out", precious, "--python", warm_python(), home=tmp_path / "home", status=2)
+    result = run("--fresh", "--out", precious, home=tmp_path / "home", status=2)
     assert "--fresh would remove" in result.stderr
     assert (precious / "thesis.txt").exists()

@@ -13,14 +13,15 @@ import sentencepiece
 from tests.support.commands import REPOSITORY
 from tests.support.warm_python import warm_python
 
-QUICKSTART = REPOSITORY / "examples" / "quickstart"
+MADE_BY = "rankfold.quickstarting."
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    for script, name in (("make_text.py", "text"), ("make_questions.py", "data")):
-        subprocess.run([warm_python(), str(QUICKSTART / script), "--out", str(folder / name)], check=True, timeout=60)
+    for script, name in (("make_text", "text"), ("make_questions", "data")):
+        command = [warm_python(), "-m", MADE_BY + script, "--out", str(folder / name)]
+        subprocess.run(command, check=True, timeout=60, cwd=REPOSITORY)
     return folder
 
 
@@ -50,6 +51,6 @@ def test_tokenizer_writes_any_text_and_is_the_same_each_time(made: Path, tmp_pat
     config = json.loads((made / "text" / "model" / "config.json").read_text(encoding="utf-8"))
     assert config["vocab_size"] == tokenizer.vocab_size()
     assert (config["bos_token_id"], config["eos_token_id"]) == (tokenizer.bos_id(), tokenizer.eos_id())
-    command = [warm_python(), str(QUICKSTART / "make_text.py"), "--out", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=60)
+    command = [warm_python(), "-m", MADE_BY + "make_text", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60, cwd=REPOSITORY)
     assert (tmp_path / "model" / "tokenizer.model").read_bytes() == model.read_bytes()

@@ -1,13 +1,18 @@
-"""The wheel that `pip install .` makes: what is in it, and that it works unpacked, away from the sources."""
+"""The wheel that `pip install .` makes: what is in it, and that it works unpacked, away from the sources.
+
+The manylinux wheel, its sdist and what auditwheel says of them are in tests/end_to_end/test_release.py.
+"""
 
 from __future__ import annotations
 
 import configparser
+import email
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -16,13 +21,23 @@ from engine import __version__
 from engine.checkpoint.manifest import ENGINE_VERSION
 from tests.support.commands import REPOSITORY
 
-PARTS = ("engine", "rankfold", "triton_kernels", "csrc", "tools", "tests", "setup.py", "pyproject.toml", "LICENSE")
+PARTS = (
+    "engine", "rankfold", "triton_kernels", "csrc", "tools", "tests", "setup.py", "pyproject.toml", "LICENSE",
+    "MANIFEST.in", "README.md",
+)  # fmt: skip
 """What a build could take, and what it must not."""
+FOLDERS = (("triton_kernels", "engine/kernels/triton"), ("engine", "engine"), ("rankfold", "rankfold"))
+"""Folder in the sources, and in the wheel."""
+COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+echo from-the-compiler >"$out"
+"""
+"""Stands in for a C++ compiler, which takes a minute: writes what it is asked for."""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because a build leaves folders beside setup.py; without a compiler, which takes a minute."""
+    """Built from a copy, because a build leaves folders beside setup.py."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "build", "*.egg-info")
     for name in PARTS:
@@ -30,11 +45,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
         else:
             shutil.copy2(REPOSITORY / name, source / name)
+    compiler = source / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
     pip = "-m pip wheel . --no-deps --no-build-isolation --no-index --disable-pip-version-check --quiet --wheel-dir"
     done = subprocess.run(
         [sys.executable, *pip.split(), str(out)],
         cwd=source,
-        env={**os.environ, "CXX": "no-such-compiler"},
+        env={**os.environ, "CXX": str(compiler)},
         capture_output=True,
         text=True,
         timeout=110,
@@ -44,23 +62,50 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(packed.read(name))
+
+
 def test_what_is_in_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         points = configparser.ConfigParser()
         points.read_string(packed.read(f"{info}/entry_points.txt").decode())
-        metadata = packed.read(f"{info}/METADATA").decode()
         tags = packed.read(f"{info}/WHEEL").decode()
-    assert "\nTag: py3-none-" in tags and "-any" not in tags, "the libraries are one machine's, and of no one Python"
+        libraries = {name: packed.read(name) for name in names if name.endswith(".so")}
+    assert "\nTag: py3-none-linux_" in tags, "the libraries are one machine's, and of no one Python"
+    assert "engine/kernels/native/libkernels_baseline.so" in libraries
+    assert set(libraries.values()) == {b"from-the-compiler\n"}
     assert {name.partition("/")[0] for name in names} == {"engine", "rankfold", info}
     assert dict(points["console_scripts"]) == {"rankfold": "rankfold.__main__:run"}
-    assert info == f"rankfold-{__version__}.dist-info" and f"\nVersion: {__version__}\n" in metadata
-    for folder, place in (("triton_kernels", "engine/kernels/triton"), ("engine", "engine"), ("rankfold", "rankfold")):
-        sources = {path.relative_to(REPOSITORY / folder).as_posix() for path in (REPOSITORY / folder).rglob("*.py")}
+    assert info == f"rankfold-{__version__}.dist-info"
+    for folder, place in FOLDERS:
+        sources = {
+            path.relative_to(REPOSITORY / folder).as_posix()
+            for path in (REPOSITORY / folder).rglob("*")
+            if path.is_file() and path.suffix not in (".md", ".so", ".pyc")
+        }
         packed_sources = {name.removeprefix(f"{place}/") for name in names if name.startswith(f"{place}/")}
         assert sources <= packed_sources, sources - packed_sources
-    assert "engine/kernels/triton/lora.py" in names
+    assert "engine/kernels/triton/lora.py" in names and "rankfold/quickstarting/lora.yaml" in names
+
+
+def test_what_it_says_of_itself(wheel: Path) -> None:
+    metadata = _metadata(wheel)
+    assert metadata["Version"] == __version__ and metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "# Rankfold" in metadata.get_payload()
+    requirements = metadata.get_all("Requires-Dist", [])
+    of = {
+        extra: {one.partition(";")[0].strip() for one in requirements if f'extra == "{extra}"' in one}
+        for extra in metadata.get_all("Provides-Extra", [])
+    }
+    assert of["train"] == {"peft"}
+    assert of["all"] == set().union(*(of[extra] for extra in of.keys() - {"all", "release", "test"}))
+    assert {"peft", "starlette", "wandb"} <= of["all"] and "pytest" not in of["all"]
 
 
 def test_checkpoints_record_the_same_version() -> None:

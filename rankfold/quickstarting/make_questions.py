@@ -1,6 +1,6 @@
-"""Step 6: questions and answers made from the text, as prompt and completion records.
+"""Questions and answers made from the text, as prompt and completion records.
 
-    python make_questions.py --out FOLDER
+    python -m rankfold.quickstarting.make_questions --out FOLDER
 
 writes FOLDER/train.jsonl and FOLDER/validation.jsonl. Every answer stands in the text word for word. All records made
 from one paragraph go to the same file, so no validation answer is trained on under another question; the base model
@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from reference_text import Section, is_prose, read_sections, read_topics
+from rankfold.quickstarting.reference_text import Section, is_prose, read_sections, read_topics
 
 VALIDATION_PERCENT = 10
 MIN_ANSWER, MAX_ANSWER = 30, 320

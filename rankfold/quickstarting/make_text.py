@@ -1,6 +1,6 @@
-"""Step 1: the text, a tokenizer trained on it, and the configuration of a small Llama.
+"""The text, a tokenizer trained on it, and the configuration of a small Llama.
 
-    python make_text.py --out FOLDER
+    python -m rankfold.quickstarting.make_text --out FOLDER
 
 writes FOLDER/text.txt and FOLDER/model with tokenizer.model, tokenizer_config.json and config.json: what a Hugging
 Face folder has, but for the weights.
@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 import sentencepiece
-from reference_text import read_sections, read_topics
+
+from rankfold.quickstarting.reference_text import read_sections, read_topics
 
 VOCABULARY = 2048
 CONFIG = {

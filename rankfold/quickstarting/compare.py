@@ -1,6 +1,7 @@
 """The proof: transformers and PEFT open what was exported, and their logits are those of the engine.
 
-    python compare.py --base HF_DIR --adapter ADAPTER_DIR --merged HF_DIR --run RUN_DIR --out comparison.json
+    python -m rankfold.quickstarting.compare --base HF_DIR --adapter ADAPTER_DIR --merged HF_DIR --run RUN_DIR \
+        --out comparison.json
 
 Three times the same numbers, on rows of the validation data: the engine's model as it was trained, the base with the
 adapter in PEFT, and the merged model in transformers; all in float32 in this one process. Ends with an error where they
@@ -16,10 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from answers import answer, most_different, prompts
-from peft import PeftModel
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.run.step_folders import latest_checkpoint
 from engine.config.load import from_yaml
@@ -33,6 +32,7 @@ from engine.telemetry.log import Log
 from engine.training.build import build_training
 from engine.training.start_model import check_model, model_source
 from engine.training.state import load_state
+from rankfold.quickstarting.answers import answer, most_different, prompts
 
 ROWS, QUESTIONS = 4, 3
 CANDIDATES = 24
@@ -85,8 +85,8 @@ def engine_logits(config: RunConfig, run: Path, dataset: TokenDataset) -> Tensor
 
 
 @torch.no_grad()
-def transformers_logits(model: PreTrainedModel | PeftModel, dataset: TokenDataset) -> Tensor:
-    """The same rows through transformers."""
+def transformers_logits(model: nn.Module, dataset: TokenDataset) -> Tensor:
+    """Returns the logits of the same rows through a model of transformers or PEFT."""
     rows = [torch.from_numpy(tokens.astype("int64")) for row in range(ROWS) for tokens in _row(dataset, row)]
     return torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
 
@@ -130,6 +130,8 @@ def main() -> None:
     for name in ("base", "adapter", "merged", "run", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     paths = parser.parse_args()
+    from peft import PeftModel  # of an extra: the other modules of this package do without
+
     config = run_config(paths.run)
     tokenizer = load_tokenizer(paths.base)
     assert config.data.validation is not None

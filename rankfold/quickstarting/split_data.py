@@ -1,6 +1,6 @@
 """Splits your own records: most to train on, a few held out for the evaluation.
 
-    python split_data.py --data FILE.jsonl --out FOLDER
+    python -m rankfold.quickstarting.split_data --data FILE.jsonl --out FOLDER
 
 Every tenth record, at most 200 of them, goes to FOLDER/validation.jsonl, the others to FOLDER/train.jsonl. Lines are
 copied as they are; their fields are looked at later, by the trainer.

@@ -1,7 +1,4 @@
-"""Runs steps one after the other: shows their progress, keeps their logs, and leaves out what is done already.
-
-Needs the standard library alone, because the first step is the one that installs everything else.
-"""
+"""Runs steps one after the other: shows their progress, keeps their logs, and leaves out what is done already."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ class Step:
         inputs: files that decide, beside the commands and the steps before, whether it has to run again.
         outputs: files and folders that it makes; they are removed before it starts anew.
         environment: variables to set.
-        always: run even where nothing changed.
     """
 
     name: str
@@ -50,7 +46,6 @@ class Step:
     inputs: tuple[Path, ...] = ()
     outputs: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    always: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +103,7 @@ class Runner:
         before = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
         is_same = before.get("key") == self._chain and all(path.exists() for path in step.outputs)
         head = f"[{self._number}/{self._total}] {step.title}"
-        if is_same and before["finished"] and not step.always:
+        if is_same and before["finished"]:
             print(f"{head}: done before", flush=True)
             self.done.append(Done(title=step.title, seconds=before["seconds"], reused=True))
             return

@@ -10,7 +10,6 @@ differ, or where the adapter changes nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.run.step_folders import latest_checkpoint
+from engine.config.command_line import CommandLine
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
 from engine.data.collate import build_batch
@@ -126,7 +126,7 @@ def differences(sides: Sides, is_rounded: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the exported models with the trained one, and ask them.")
+    parser = CommandLine(description="Compare the exported models with the trained one, and ask them.")
     for name in ("base", "adapter", "merged", "run", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     paths = parser.parse_args()

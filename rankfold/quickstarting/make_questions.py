@@ -9,13 +9,13 @@ has read all of the text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.config.command_line import CommandLine
 from rankfold.quickstarting.reference_text import Section, is_prose, read_sections, read_topics
 
 VALIDATION_PERCENT = 10
@@ -86,7 +86,7 @@ def make_records(sections: list[Section]) -> tuple[list[Record], list[Record]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write question and answer records made from the text.")
+    parser = CommandLine(description="Write question and answer records made from the text.")
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)

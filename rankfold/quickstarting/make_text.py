@@ -8,7 +8,6 @@ Face folder has, but for the weights.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from engine.config.command_line import CommandLine
 from rankfold.quickstarting.reference_text import read_sections, read_topics
 
 VOCABULARY = 2048
@@ -62,7 +62,7 @@ def train_tokenizer(text: str) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the text, its tokenizer and the model's configuration.")
+    parser = CommandLine(description="Write the text, its tokenizer and the model's configuration.")
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     started = time.monotonic()

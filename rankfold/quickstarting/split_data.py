@@ -8,15 +8,16 @@ copied as they are; their fields are looked at later, by the trainer.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+
+from engine.config.command_line import CommandLine
 
 EVERY, MOST = 10, 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Split records into a training and a validation part.")
+    parser = CommandLine(description="Split records into a training and a validation part.")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

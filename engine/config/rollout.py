@@ -15,6 +15,8 @@ from engine.errors import UserError
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
 """Rewards that need no file; see `engine.rollouts.rewards.built_in`."""
+IN_PROGRAM = "python:"
+"""Begins the names of what a Python program supplies: its reward functions, and its records."""
 _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
 """An entry followed by a weight, which has its own option."""
 LARGEST_REWARD = 1e6
@@ -209,7 +211,7 @@ class RewardSource:
     """An entry of rollout.rewards.
 
     Args:
-        file: of the function; None for a built-in one.
+        file: of the function; None for a built-in one, and one of a Python program.
         function: its name.
         argument: of a built-in function: a column or a pattern; "" for none.
         weight: of its rewards in the sum.
@@ -222,6 +224,8 @@ class RewardSource:
     argument: str = ""
     weight: float = 1.0
     name: str
+    in_program: bool = False
+    """Whether it is a function of the Python program that trains."""
 
     @classmethod
     def parse(cls, text: str) -> RewardSource:
@@ -246,6 +250,9 @@ class RewardSource:
                 _require_pattern(text, argument)
             column = "" if name == "regex" or not argument else f"/{argument}"
             return cls(file=None, function=name, argument=argument, name=f"{name}{column}")
+        if text.startswith(IN_PROGRAM):
+            function = text.removeprefix(IN_PROGRAM)
+            return cls(file=None, function=function, name=function, in_program=True)
         file, colon, function = text.rpartition(":")
         require(
             bool(colon) and bool(file) and function.isidentifier(),

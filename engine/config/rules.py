@@ -14,6 +14,7 @@ from engine.config.data import split_mix
 from engine.config.hub import instead_of
 from engine.config.matching import matches_target
 from engine.config.option import changed
+from engine.config.rollout import IN_PROGRAM
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.seams import resolve
@@ -45,11 +46,11 @@ def check_world(config: RunConfig, world_size: int) -> None:
     check_batch(config, world_size)
 
 
-def check_files(config: RunConfig, sources: Container[str] = ()) -> None:
+def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
     """Checks that the paths that the run reads exist; their content is not read.
 
     Args:
-        sources: texts in the options of data that are no paths, but name a source of records.
+        supplied: texts in options that are no paths, but name a source of records, or a function of a program.
 
     Raises:
         UserError: a path does not exist.
@@ -59,16 +60,21 @@ def check_files(config: RunConfig, sources: Container[str] = ()) -> None:
         config.data.train is not None,
         "data.train is not set, but training needs samples: give the path of a .jsonl, .json or .txt file.",
     )
-    _require_file("data.train", config.data.train, sources)
-    _require_file("data.validation", config.data.validation, sources)
+    _require_file("data.train", config.data.train, supplied)
+    _require_file("data.validation", config.data.validation, supplied)
     for source in config.rollout.reward_sources:
         require(
             source.file is None or Path(source.file).is_file(),
             f"rollout.rewards has {source.file}:{source.function}, and {source.file} is not a file: give the path of "
             "a Python file, or the name of a reward that is built in.",
         )
+        require(
+            not source.in_program or f"{IN_PROGRAM}{source.function}" in supplied,
+            f"rollout.rewards has {IN_PROGRAM}{source.function}, a function of a Python program: give it in that "
+            "program, as train(config, rewards=[...]), or name a file, as FILE.py:NAME.",
+        )
     for entry in config.data.mix:
-        _require_file("a path of data.mix", split_mix(entry)[0], sources)
+        _require_file("a path of data.mix", split_mix(entry)[0], supplied)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists():
         kind = "give the folder or .model file of a tokenizer, or null to take the one in model.path"
@@ -335,8 +341,13 @@ def _require_folder(option: str, path: str, what: str) -> None:
     require(Path(path).is_dir(), f"{option} is {path}, which is not a folder{advice}.")
 
 
-def _require_file(option: str, path: str | None, sources: Container[str]) -> None:
-    if path is None or path in sources or Path(path).is_file() or (Path(path) / "manifest.json").is_file():
+def _require_file(option: str, path: str | None, supplied: Container[str]) -> None:
+    require(
+        path is None or not path.startswith(IN_PROGRAM) or path in supplied,
+        f"{option} is {path}, records of a Python program: give them in that program, as train(config, data=...), or "
+        "name a file.",
+    )
+    if path is None or path in supplied or Path(path).is_file() or (Path(path) / "manifest.json").is_file():
         return
     if all(Path(f"{path}{suffix}").is_file() for suffix in (".bin", ".idx")):
         return

@@ -18,7 +18,9 @@ A source of the rows of a Parquet file, for example:
                 place = self.place(number, "row")
                 yield place, self.plain(place, without_nulls(row))
 
-    trainer.train(config, sources={"owner/name:train": Split(...)})  # config.data.train is "owner/name:train"
+    trainer.train(config, supplied=Supplied(sources={"owner/name:train": Split(...)}))
+
+where config.data.train is "owner/name:train".
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.rules import check_warmup, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.order import DataOrder
-from engine.data.sources import Sources
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.inference.generate import context_limit
@@ -23,6 +23,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
+from engine.training.run_data import Supplied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,8 @@ class PromptData:
 
     tokenizer: Tokenizer
     train: PromptLoader
+    rewards: Mapping[str, Callable[..., Any]]
+    """Functions of a Python program, by their names."""
     rows: None = None
     validation: None = None
 
@@ -55,7 +58,15 @@ class PromptData:
         run_dir: Path,
     ) -> RolloutSource:
         return RolloutSource(
-            config, launch, training, self.train, self.tokenizer, metrics=metrics, say=say, run_dir=run_dir
+            config,
+            launch,
+            training,
+            self.train,
+            self.tokenizer,
+            rewards=self.rewards,
+            metrics=metrics,
+            say=say,
+            run_dir=run_dir,
         )
 
 
@@ -67,7 +78,7 @@ def read_prompt_data(
     log: Log,
     *,
     images: object,
-    sources: Sources,
+    supplied: Supplied,
 ) -> PromptData:
     """Reads the prompts of a run that trains on its own completions, and checks that their answers can be sampled and
     scored. See `engine.training.run_data.DataReader`.
@@ -91,7 +102,7 @@ def read_prompt_data(
     room = data.seq_length - rollout.max_completion_length
     with Progress(log, "reading prompts", None, "records") as progress:
         prompts = read_prompts(
-            sources.get(data.train, data.train),
+            supplied.sources.get(data.train, data.train),
             tokenizer=tokenizer,
             room=room,
             overlong=data.overlong,
@@ -108,7 +119,7 @@ def read_prompt_data(
             "objective.epsilon, objective.epsilon_high and objective.delta have nothing to limit: with "
             "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
         )
-    check_rewards(config, launch, prompts.columns)
+    check_rewards(config, launch, prompts.columns, supplied.rewards)
     if rollout.server is not None:
         check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
     loader = PromptLoader(
@@ -122,4 +133,4 @@ def read_prompt_data(
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
-    return PromptData(tokenizer=tokenizer, train=loader)
+    return PromptData(tokenizer=tokenizer, train=loader, rewards=supplied.rewards)

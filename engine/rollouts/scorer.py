@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,12 @@ _SAID = 100
 """Maximum number of sentences on failures in a whole run."""
 
 
-def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
+def reward_pool(config: RunConfig, columns: Sequence[str], in_program: Mapping[str, Callable[..., Any]]) -> RewardPool:
     """Returns the pool that calls the run's reward functions.
 
     Args:
         columns: of the prompts.
+        in_program: functions of a Python program, by their names.
     """
     rollout = config.rollout
     return RewardPool(
@@ -33,11 +35,17 @@ def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
         timeout=rollout.reward_timeout,
         columns=columns,
         group=rollout.num_generations,
+        in_program=in_program,
     )
 
 
-def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> None:
+def check_rewards(
+    config: RunConfig, launch: Launch, columns: Sequence[str], in_program: Mapping[str, Callable[..., Any]]
+) -> None:
     """Loads the reward functions once, on rank 0. Collective.
+
+    Args:
+        columns, in_program: as for `reward_pool`.
 
     Raises:
         UserError: a function cannot be loaded, or compares with a column that no record has; on all ranks.
@@ -50,7 +58,7 @@ def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> 
             )
     found = None
     if launch.rank == 0:
-        with reward_pool(config, columns) as pool:
+        with reward_pool(config, columns, in_program) as pool:
             found = pool.check()
     if (problem := broadcast_object(found)) is not None:
         raise UserError(str(problem))
@@ -61,11 +69,18 @@ class Scorer:
 
     Args:
         config, launch: of the run.
-        columns: of the prompts.
+        columns, in_program: as for `reward_pool`.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
-        self._pool = reward_pool(config, columns) if launch.rank == 0 else None
+    def __init__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        *,
+        columns: Sequence[str],
+        in_program: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self._pool = reward_pool(config, columns, in_program) if launch.rank == 0 else None
         self._config, self._said = config, 0
 
     def score(self, samples: Sequence[Sample]) -> Scores:

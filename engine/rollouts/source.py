@@ -61,6 +61,7 @@ class RolloutSource:
         config, launch, training: of the run.
         loader: of its prompts.
         tokenizer: of the model.
+        rewards: functions of a Python program, by their names.
         metrics: gets completions with their rewards.
         say: prints a line on rank 0.
         run_dir: the run's folder.
@@ -77,6 +78,7 @@ class RolloutSource:
         loader: PromptLoader,
         tokenizer: Tokenizer,
         *,
+        rewards: Mapping[str, Callable[..., Any]],
         metrics: MetricsWriter,
         say: Callable[[str], None],
         run_dir: Path,
@@ -96,7 +98,7 @@ class RolloutSource:
             self._sampler = TrainedSampler(config, training, ends=ends, longest_prompt=longest, say=say)
         else:
             self._sampler = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
-        self._scorer = Scorer(config, launch, columns=loader.prompts.columns)
+        self._scorer = Scorer(config, launch, columns=loader.prompts.columns, in_program=rewards)
         self._open: OpenBuffer | None = None
         self._generation, self._prompts_answered = 0, 0
         """The number of the next buffer, and the prompts that earlier ones have taken."""

@@ -9,7 +9,6 @@ from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
 from engine.config.run import RunConfig
 from engine.data.processor_template import processor_template
-from engine.data.sources import Sources
 from engine.data.store_paths import is_store
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
@@ -18,13 +17,13 @@ from engine.models.families import vision_left_out
 from engine.runtime.launch import Launch
 from engine.seams import resolve
 from engine.telemetry.log import Log
-from engine.training.run_data import DataReader, RunData
+from engine.training.run_data import DataReader, RunData, Supplied
 
 _IMAGE_READER = "engine.vision.data.reader:ImageReader"
 
 
 def build_data(
-    config: RunConfig, launch: Launch, model: ModelFolder, log: Log, sources: Sources | None = None
+    config: RunConfig, launch: Launch, model: ModelFolder, log: Log, supplied: Supplied | None = None
 ) -> RunData:
     """Reads, tokenises and arranges the data. Needs no process group, so that bad input is refused early.
 
@@ -32,7 +31,7 @@ def build_data(
 
     Args:
         model: the trained one; its tower decides whether images are read.
-        sources: of records that do not come from files.
+        supplied: records and functions that do not come from files.
 
     Raises:
         UserError: a record or tokenizer cannot be used.
@@ -53,7 +52,7 @@ def build_data(
     if images is not None and images.family.remark is not None:
         log.info(images.family.remark)
     read: DataReader = resolve(config.objective.kind.data)
-    return read(config, launch, model, tokenizer, log, images=images, sources=sources or {})
+    return read(config, launch, model, tokenizer, log, images=images, supplied=supplied or Supplied())
 
 
 def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer, log: Log) -> ConversationReader | None:

@@ -17,7 +17,6 @@ import torch
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
-from engine.data.sources import Sources
 from engine.distributed.collectives import barrier
 from engine.distributed.mesh import Mesh
 from engine.runtime.launch import Launch
@@ -33,6 +32,7 @@ from engine.training.data import build_data
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
+from engine.training.run_data import Supplied
 from engine.training.saving import tidy
 from engine.training.start import Start, find_start, refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
@@ -74,7 +74,7 @@ class Begun:
         start: where the run begins.
         read: the data, and the steps; None where they come after the warm-up.
         trackers: the run's.
-        sources: of records that do not come from files.
+        supplied: records and functions that do not come from files.
     """
 
     config: RunConfig
@@ -88,7 +88,7 @@ class Begun:
     start: Start
     read: PlannedData | None
     trackers: Trackers
-    sources: Sources | None
+    supplied: Supplied | None
 
 
 def prepare(
@@ -97,24 +97,24 @@ def prepare(
     log: Log,
     listener: RunListener,
     opened: ExitStack,
-    sources: Sources | None = None,
+    supplied: Supplied | None = None,
 ) -> PreparedRun:
     """Prepares a run on this rank. Collective: every rank calls it.
 
     Args:
         listener: hears when things happen.
         opened: gets everything that must be closed when the run ends, also where this raises.
-        sources: of records that do not come from files.
+        supplied: records and functions that do not come from files.
 
     Raises:
         UserError: something in the configuration, the model or the data cannot work.
         RunComplete: nothing is left to do.
         CommunicationError: another rank is lost.
     """
-    return complete(begin(config, launch, log, opened, sources), listener)
+    return complete(begin(config, launch, log, opened, supplied), listener)
 
 
-def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack, sources: Sources | None = None) -> Begun:
+def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack, supplied: Supplied | None = None) -> Begun:
     """Does all of `prepare` that comes before the weights; see there. Collective."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -127,7 +127,7 @@ def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack, source
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
-    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start, sources)
+    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start, supplied)
     trackers = open_run_trackers(config, folder.path, log)
     # a run that does not come as far as closing them itself failed, or was complete
     opened.push(lambda kind, error, trace: trackers.close("finished" if kind is RunComplete else "failed"))
@@ -143,7 +143,7 @@ def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack, source
         start=start,
         read=read,
         trackers=trackers,
-        sources=sources,
+        supplied=supplied,
     )
 
 
@@ -164,7 +164,7 @@ def complete(
     folder, start, source = begun.folder, begun.start, begun.source
     training = _build_warm(begun, build)
     listener.run_started()
-    read = begun.read or _read_data(config, launch, log, folder, source.model, start, begun.sources)
+    read = begun.read or _read_data(config, launch, log, folder, source.model, start, begun.supplied)
     if start.resume is not None:
         load_state(start.resume, config, training)
     read.data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
@@ -188,14 +188,14 @@ def _read_data(
     folder: RunFolder,
     model: ModelFolder,
     start: Start,
-    sources: Sources | None,
+    supplied: Supplied | None,
 ) -> PlannedData:
     """Reads the data, plans the run's steps, and logs changes where the run resumes.
 
     Raises:
         RunComplete: nothing is left to do.
     """
-    data = build_data(config, launch, model, log, sources)
+    data = build_data(config, launch, model, log, supplied)
     prompts: list[SamplePrompt] = []
     if config.train.sample_prompts or config.train.sample_chat:
         read_prompts = resolve("engine.training.samples:read_prompts")

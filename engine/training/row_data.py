@@ -14,7 +14,6 @@ from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader, RowMeanLoader
 from engine.data.order import DataOrder
-from engine.data.sources import Sources
 from engine.data.tokenizer import Tokenizer
 from engine.runtime.launch import Launch
 from engine.seams import resolve
@@ -24,6 +23,7 @@ from engine.training.build import Training
 from engine.training.data_sets import DataSets, show_samples
 from engine.training.node_data import NodeData
 from engine.training.row_shape import shape_of_launch
+from engine.training.run_data import Supplied
 from engine.training.step_source import RowSource
 
 
@@ -93,12 +93,12 @@ def read_rows(
     log: Log,
     *,
     images: Any,
-    sources: Sources,
+    supplied: Supplied,
 ) -> RowData:
     """Reads records and token stores; see `engine.training.run_data.DataReader`."""
     assert config.data.train is not None
     decoder = model.decoder
-    read = DataSets(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch), sources)
+    read = DataSets(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch), supplied.sources)
     train, held_out = read.training_set(config.data.train)
     show_samples(config, train, tokenizer, log)
     shape = shape_of_launch(config, launch)

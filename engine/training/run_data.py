@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,19 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.step_source import StepSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supplied:
+    """What a run gets beside its configuration, which names it.
+
+    Args:
+        sources: of records that do not come from files.
+        rewards: functions of a Python program, by the names that rollout.rewards has after python:.
+    """
+
+    sources: Sources = field(default_factory=dict)
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class TrainingSamples(Protocol):
@@ -126,14 +140,14 @@ class DataReader(Protocol):
         log: Log,
         *,
         images: Any,
-        sources: Sources,
+        supplied: Supplied,
     ) -> RunData:
         """Reads the data of a run. Needs no process group.
 
         Args:
             model: that is trained.
             images: reads conversations of a vision-language model; None for text alone.
-            sources: of records that do not come from files.
+            supplied: records and functions that do not come from files.
 
         Raises:
             UserError: a record cannot be used.

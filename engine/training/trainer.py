@@ -12,7 +12,6 @@ from typing import NamedTuple
 from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
-from engine.data.sources import Sources
 from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError
 from engine.printable import quoted
@@ -27,6 +26,7 @@ from engine.training.prepare import prepare
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
+from engine.training.run_data import Supplied
 from engine.training.step import StepFigures, StepResult
 from engine.training.step_source import StepRows
 
@@ -233,7 +233,7 @@ def train(
     config: RunConfig,
     listener: RunListener | None = None,
     command: Callable[..., str] | None = None,
-    sources: Sources | None = None,
+    supplied: Supplied | None = None,
 ) -> RunSummary:
     """Trains as configured, in this process or as one rank under torchrun.
 
@@ -245,7 +245,7 @@ def train(
         config: of the run.
         listener: is told of events, on every rank.
         command: returns the command line that a user gave, with words added at its end; None where a program calls.
-        sources: of records that do not come from files; the caller closes them.
+        supplied: records and functions that do not come from files; the caller closes its sources.
 
     Raises:
         UserError: the configuration, the model or the data cannot be used, or another rank is lost.
@@ -256,7 +256,7 @@ def train(
         launch = start(config.train.collective_timeout, deterministic=config.train.deterministic)
         log = Log(launch.rank)
         with ExitStack() as opened:
-            trainer = Trainer(prepare(config, launch, log, listener or RunListener(), opened, sources))
+            trainer = Trainer(prepare(config, launch, log, listener or RunListener(), opened, supplied))
             summary = trainer.train()
     except RunComplete as complete:
         stop()

@@ -18,7 +18,7 @@ from engine.config.rollout import RewardSource, RolloutOptions
 from engine.errors import UserError
 from engine.rollouts.figures import OVERLONG
 from engine.rollouts.objective.advantages import overlong_penalties, total_rewards
-from engine.rollouts.rewards.pool import RewardPool, Sample, Scores, _CallFailed
+from engine.rollouts.rewards.pool import CallFailed, RewardPool, Sample, Scores
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, time
@@ -240,7 +240,7 @@ def test_signals_that_stop_a_run_stop_no_process(file: Path) -> None:
 def test_a_closed_pool_starts_nothing(file: Path) -> None:
     with RewardPool([RewardSource.parse(f"{file}:waits")], workers=1, timeout=5, columns=[]) as pool:
         assert pool.check() is None
-    with pytest.raises(_CallFailed):
+    with pytest.raises(CallFailed):
         pool._workers[0].start()
     assert pool._workers[0]._process is None
 

@@ -44,7 +44,7 @@ CATCHES_ALL = {
     ("engine/adopted/structure.py", "read_config"): "each of transformers' config classes checks in its own way",
     ("engine/vision/data/files.py", "_readable"): "a broken file makes any of Python's errors in Pillow's decoders",
     ("engine/rollouts/rewards/worker.py", "_load_all"): "a file of reward functions is the user's program",
-    ("engine/rollouts/rewards/worker.py", "_scored"): "so is a reward function",
+    ("engine/rollouts/rewards/worker.py", "scored"): "so is a reward function",
     ("engine/rollouts/rewards/worker.py", "_described"): "and so is the class of an exception that it raises",
     ("rankfold/benchmarking/processes.py", "_serve"): "a worker process sends any error to the process that asked",
     ("engine/data/template.py", "_run"): "a chat template is a program that comes with a model",

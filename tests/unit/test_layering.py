@@ -52,7 +52,7 @@ LEVELS = {
     "engine.preferences": 10,
     "engine.rollouts": 10,
     "engine.tenants": 10,
-    "engine.api": 11,
+    "engine.api": 10,
     "rankfold": 11,
     "tools": 12,
     "examples": 13,

@@ -27,7 +27,8 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
 
 def compared_column(source: RewardSource) -> str | None:
     """Returns the column that completions are compared with; None of a function that reads others, or none."""
-    return None if source.file is not None or source.function == "regex" else source.argument or ANSWER
+    takes_a_column = source.function in ("exact_match", "numeric_answer")
+    return (source.argument or ANSWER) if takes_a_column and source.file is None and not source.in_program else None
 
 
 def built_in(name: str, argument: str) -> Reward:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,6 +34,7 @@ from engine.foreign.frames import receive_frame, send_frame
 from engine.foreign.signals import signal_name
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import ENDING_SECONDS
+from engine.rollouts.rewards.program_functions import CallFailed, ProgramFunction
 from engine.sentences import on_one_line
 from engine.telemetry.torchrun import without_rank
 
@@ -90,18 +91,6 @@ class Scores:
     problems: tuple[str, ...]
 
 
-class _CallFailed(Exception):
-    """Raised where a call gave no rewards; its text is the reason.
-
-    Args:
-        hung: whether it did not come to an end.
-    """
-
-    def __init__(self, why: str, *, hung: bool = False) -> None:
-        super().__init__(why)
-        self.hung = hung
-
-
 def _sentence(words: str) -> str:
     """Returns a sentence of a process on one line, as it may be meant to look like lines of the log."""
     return on_one_line(words, most=_LONGEST_SENTENCE)
@@ -130,11 +119,11 @@ class _Worker:
         """Starts the process, where there is none; returns the problems of the functions.
 
         Raises:
-            _CallFailed: it does not start.
+            CallFailed: it does not start.
         """
         with self._lock:
             if self._has_ended:
-                raise _CallFailed("the run ended")
+                raise CallFailed("the run ended")
             if self._process is not None:
                 return []
             self._connection, other = socket.socketpair()
@@ -162,12 +151,12 @@ class _Worker:
         """Calls a function.
 
         Raises:
-            _CallFailed: it gave no rewards.
+            CallFailed: it gave no rewards.
         """
         problems = self.start()
         if problems:
             self.close()
-            raise _CallFailed(problems[0])
+            raise CallFailed(problems[0])
         self._calls += 1
         begin = time.monotonic()
         count = len(request["completions"])
@@ -178,7 +167,7 @@ class _Worker:
         if not isinstance(reply, dict) or reply.get("call") != self._calls:
             raise self._malformed(f"{described(reply)} to another call")
         if isinstance(problem := reply.get("problem"), str):
-            raise _CallFailed(_sentence(problem))
+            raise CallFailed(_sentence(problem))
         rewards = reply.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != count:
             raise self._malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
@@ -194,11 +183,11 @@ class _Worker:
             sentences: that the answer may have.
 
         Raises:
-            _CallFailed: there is none in time, or none that is JSON within limits.
+            CallFailed: there is none in time, or none that is JSON within limits.
         """
         connection = self._connection
         if connection is None:  # another thread has ended the process
-            raise _CallFailed("the run ended")
+            raise CallFailed("the run ended")
         most_bytes = _ANSWER_BYTES + sentences * _SENTENCE_BYTES
         stream = LimitedStream(connection, deadline, most_bytes=most_bytes)
         try:
@@ -206,16 +195,16 @@ class _Worker:
             return receive_frame(stream)
         except TimeoutError:
             self.close()
-            raise _CallFailed(f"it did not come to an end within {deadline.seconds:g} s", hung=True) from None
+            raise CallFailed(f"it did not come to an end within {deadline.seconds:g} s", hung=True) from None
         except JsonFlaw as flaw:
             raise self._malformed(f"what cannot be read ({flaw})") from None
         except (EOFError, OSError):
-            raise _CallFailed(f"its process ended {self._how_it_ended()}") from None
+            raise CallFailed(f"its process ended {self._how_it_ended()}") from None
 
-    def _malformed(self, answer: str) -> _CallFailed:
+    def _malformed(self, answer: str) -> CallFailed:
         """Ends the process, since later bytes may belong to this answer; returns the failure."""
         self.close()
-        return _CallFailed(f"its process answered with {answer}")
+        return CallFailed(f"its process answered with {answer}")
 
     def _how_it_ended(self) -> str:
         process = self._process
@@ -318,6 +307,7 @@ class RewardPool:
         timeout: seconds that a call may take.
         columns: names of the columns that all samples have.
         group: samples that belong together, one after the other: a call has all of them or none.
+        in_program: the functions of this program, by the names of their sources.
     """
 
     def __init__(
@@ -328,9 +318,20 @@ class RewardPool:
         timeout: float,
         columns: Sequence[str],
         group: int = 1,
+        in_program: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self._sources, self._num_workers, self._group, self._timeout = sources, workers, group, timeout
-        wanted = [(one.file, one.function, one.argument, list(columns)) for one in sources]
+        self._own = {
+            place: ProgramFunction((in_program or {})[one.function], columns, timeout)
+            for place, one in enumerate(sources)
+            if one.in_program
+        }
+        """The functions of this program, by their places among the sources."""
+        served = [place for place in range(len(sources)) if place not in self._own]
+        self._served = {place: number for number, place in enumerate(served)}
+        """The places of the functions that processes call -> those in the processes' lists."""
+        chosen = [sources[place] for place in served]
+        wanted = [(one.file, one.function, one.argument, list(columns)) for one in chosen]
         self._workers = [_Worker(wanted, timeout) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
@@ -339,9 +340,14 @@ class RewardPool:
 
     def check(self) -> str | None:
         """Loads the functions once; returns a sentence where one cannot be loaded."""
+        for place, function in self._own.items():
+            if (problem := function.problem()) is not None:
+                return f"the reward function {self._sources[place].function} cannot be called ({problem}); correct it."
+        if not self._served:
+            return None
         try:
             problems = self._threads.submit(self._workers[0].start).result()
-        except _CallFailed as failure:
+        except CallFailed as failure:
             files = ", ".join(sorted({one.file for one in self._sources if one.file is not None}))
             problems = [f"{files} cannot be loaded ({failure})"]
         return f"rollout.rewards: {problems[0]}; correct the file, or the entry." if problems else None
@@ -354,29 +360,44 @@ class RewardPool:
         chunks = [range(first, min(first + size, len(samples))) for first in range(0, len(samples), max(size, 1))]
 
         def score(function: int, chunk: range) -> None:
-            worker = self._idle.get()
-            try:
-                for place, found in self._try(worker, function, samples, chunk, failures[function]):
+            with self._caller(function) as caller:
+                for place, found in self._try(caller, function, samples, chunk, failures[function]):
                     if isinstance(found, str):
                         failures[function].of_completions.append((place, found))
                     elif found is not None:
                         rewards[place, function] = found
-            finally:
-                self._idle.put(worker)
 
         calls = [
             self._threads.submit(score, function, chunk) for function in range(len(self._sources)) for chunk in chunks
         ]
         return Scoring(calls, lambda: _scores(samples, rewards, failures))
 
+    @contextmanager
+    def _caller(self, function: int) -> Iterator[_Worker | ProgramFunction]:
+        """Takes what calls a function, and returns it afterwards."""
+        if (own := self._own.get(function)) is not None:
+            with own.lock:
+                yield own
+            return
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
     def _try(
-        self, worker: _Worker, function: int, samples: Sequence[Sample], chunk: range, failures: _Failures
+        self,
+        worker: _Worker | ProgramFunction,
+        function: int,
+        samples: Sequence[Sample],
+        chunk: range,
+        failures: _Failures,
     ) -> list[tuple[int, float | str | None]]:
         """Returns the reward of each completion, or the reason why there is none."""
         try:
-            found = worker.call(_request(function, [samples[place] for place in chunk]))
+            found = worker.call(_request(self._served.get(function, function), [samples[place] for place in chunk]))
             return list(zip(chunk, found, strict=True))
-        except _CallFailed as failure:
+        except CallFailed as failure:
             if len(chunk) == 1:
                 return [(chunk[0], str(failure))]
             why = failure
@@ -390,9 +411,9 @@ class RewardPool:
                 alone.append((place, f"it was not called, as others took more than {_TRIES * self._timeout:g} s"))
                 continue
             try:
-                alone.append((place, worker.call(_request(function, [samples[place]]))[0]))
+                alone.append((place, worker.call(_request(self._served.get(function, function), [samples[place]]))[0]))
                 hung = 0
-            except _CallFailed as failure:
+            except CallFailed as failure:
                 alone.append((place, str(failure)))
                 hung, failed = hung + 1 if failure.hung else 0, failed + 1
         if why.hung and not failed:

@@ -53,7 +53,7 @@ def serve(descriptor: int, parent: int) -> None:
     """Answers requests until the other end is closed. The first names the functions: a list of [file or null, function,
     argument, columns]; its answer is a list of sentences on those that cannot be used. Each further one is {"call": a
     number, "function": its place in the list, "prompts", "completions", "completion_ids", "columns"}; its answer is
-    that of `_scored` with the same number.
+    that of `scored` with the same number.
 
     Args:
         descriptor: of the socket.
@@ -74,7 +74,7 @@ def serve(descriptor: int, parent: int) -> None:
             answer(problems)
             while True:
                 request = _receive(stream)
-                reply = _scored(functions[request.pop("function")], request)
+                reply = scored(functions[request.pop("function")], request)
                 answer({"call": request["call"], **reply})
         except (EOFError, ConnectionError):
             return
@@ -131,6 +131,18 @@ def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"there is no function {name}")
+    return with_its_columns(function, columns)
+
+
+def with_its_columns(function: Reward, columns: Sequence[str]) -> Reward:
+    """Returns a function that is called with all keywords, and passes on those that `function` names.
+
+    Args:
+        columns: names of the columns of the records.
+
+    Raises:
+        ValueError: it wants an argument that it is not given.
+    """
     given = {"prompts", "completions", "completion_ids", *columns}
     parameters = inspect.signature(function).parameters.values()
     missing = [
@@ -153,8 +165,8 @@ def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
     return with_those_it_names
 
 
-def _scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls a function.
+def scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls a function, and checks its rewards.
 
     Returns:
         {"rewards": a number, null, or a sentence for each completion}, or {"problem": the reason why there are none}.

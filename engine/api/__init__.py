@@ -1,0 +1,19 @@
+"""The functions for Python programs: make a configuration, train, export, generate. Only stable ones are here.
+
+    from engine.api import export, generate, load_config, train
+
+In one process it needs no launcher, and can be called again and again. A script that torchrun starts is one rank of as
+many as there are, and each rank calls the same functions in the same order. The output of the command `rankfold` is
+printed here too. Impossible requests raise `UserError`, whose message is one sentence.
+"""
+
+from engine.api.configuration import load_config
+from engine.api.exporting import export
+from engine.api.generating import generate
+from engine.api.training import train
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.telemetry.listener import RunListener
+from engine.training.reports.summary import RunSummary
+
+__all__ = ["RunConfig", "RunListener", "RunSummary", "UserError", "export", "generate", "load_config", "train"]

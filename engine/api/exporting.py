@@ -1,0 +1,56 @@
+"""Exports what a run has trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from engine.api.configuration import AnyPath
+from engine.api.interrupts import briefly_interrupted
+from engine.config.command_line import named_as
+from engine.conversion.commands import Options, run_export
+
+
+@briefly_interrupted
+def export(
+    run: AnyPath,
+    out: AnyPath,
+    *,
+    format: Literal["peft", "hf"] = "peft",
+    step: int | Literal["best"] | None = None,
+    base: AnyPath | None = None,
+    base_name: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a run's trained parameters as a PEFT adapter or as a whole Hugging Face model.
+
+    Stock PEFT or transformers opens the result, and their logits are compared with the engine's, before it takes its
+    name. Call it on one rank.
+
+    Args:
+        run: folder of a run or of one of its checkpoints.
+        out: folder to make.
+        format: "peft" for the adapter by itself, "hf" for the whole model with adapters added into its weights.
+        step: checkpoint of the run, or "best" for that of the lowest evaluation loss; None takes the newest.
+        base: the base of the run, where it has moved.
+        base_name: the adapter's name of its base, such as its name on the Hugging Face hub.
+        overwrite: replace an adapter or a model at `out`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it does not hold the adapter or model, or `out` exists.
+    """
+    with named_as({"--base": "base", "--base-name": "base_name", "--step": "step", "--overwrite": "overwrite=True"}):
+        run_export(
+            Path(run),
+            Path(out),
+            form=format,
+            merge=format == "hf",
+            base=None if base is None else Path(base),
+            step=step,
+            options=Options(overwrite=overwrite),
+            base_name=base_name,
+        )
+    return Path(out)

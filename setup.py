@@ -21,7 +21,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "engine" / "__init__.py")
 EXTRAS = {
     # what writes and checks the log of an MLPerf run; its rules change from version to version
     "mlperf": ["mlperf-logging==4.1.68"],
-    "docs": ["zensical", "mkdocstrings-python"],  # the site of docs/: python -m tools.docs_site
+    "docs": ["zensical", "mkdocstrings-python", "ruff"],  # the site of docs/: python -m tools.docs_site
     "peft": ["peft"],
     "mlflow": ["mlflow"],
     # what `rankfold quickstart` and the check of an exported adapter open it with

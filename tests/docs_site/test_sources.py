@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import posixpath
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
+import markdown
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from engine.config.option_names import option_fields, option_types
 from rankfold.__main__ import COMMANDS
@@ -141,3 +144,16 @@ def test_the_first_page_is_a_part_of_the_readme(site: dict[str, str]) -> None:
     headings = re.findall(r"^## .+$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     both = re.findall(r"^## .+$", site[links.HOME] + site[links.ABOUT], re.MULTILINE)
     assert sorted(both) == sorted(headings)
+
+
+@pytest.mark.parametrize("path", pages.repository_pages(ROOT))
+def test_both_readers_of_markdown_see_the_same_parts(path: str) -> None:
+    """The repository's page is read as CommonMark, the site as Python-Markdown, which needs more blank lines."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    theirs = MarkdownIt("commonmark").enable("table").render(text)
+    ours = markdown.markdown(text, extensions=["tables", "fenced_code", "def_list", "attr_list"])
+    assert _parts(ours) == _parts(theirs)
+
+
+def _parts(html: str) -> Counter[str]:
+    return Counter(re.findall(r"<(li|pre|table|tr|h\d|ul|ol|blockquote|img)\b", html))

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES, IMPLEMENTATIONS
 from engine.config.command_line import CommandLine, named_as
+from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
 from engine.errors import UserError
@@ -55,6 +56,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         "default, auto, takes the engine's where it has the family",
     )
     _add_common(importing)
+    add_download(importing, source="model")
 
     resharding = commands.add_parser(
         "reshard", help="repartition a base for another number of ranks", stands_for=_TENSOR
@@ -62,6 +64,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     resharding.add_argument("--source", required=True, type=Path, help="a partitioned base")
     resharding.add_argument("--tensor", required=True, type=int, help="number of partitions")
     _add_common(resharding)
+    add_download(resharding, source="model")
 
     exporting = commands.add_parser("export", help="write a PEFT adapter or a Hugging Face model")
     exporting.add_argument("--source", required=True, type=Path, help="folder of a run, of a checkpoint, or of a base")
@@ -87,6 +90,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     _add_model_options(exporting)
     _add_common(exporting)
+    add_download(exporting, source="model", base="model")
 
     merging = commands.add_parser("merge", help="merge a PEFT adapter into the weights of its base", stands_for=_MERGE)
     merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
@@ -98,6 +102,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     _add_model_options(merging)
     _add_common(merging)
+    add_download(merging, base="model", adapter="adapter")
 
     inspecting = commands.add_parser("inspect", help="show what a run, checkpoint, model or adapter holds")
     inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, a model, or a PEFT adapter")
@@ -105,6 +110,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
     )
     inspecting.add_argument("--verify", action="store_true", help="read every piece and check its checksum")
+    add_download(inspecting, folder="either")
 
     configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run file")
     if command in (None, "config"):
@@ -144,7 +150,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     arguments = build_parser("".join(sys.argv[1:2])).parse_args()
     with named_as(arguments.stands_for):
-        _carry_out(arguments)
+        _carry_out(with_local_folders(arguments))
 
 
 def _carry_out(arguments: argparse.Namespace) -> None:
@@ -199,4 +205,5 @@ def _carry_out(arguments: argparse.Namespace) -> None:
             base_name=arguments.base_name,
             adapter_form=arguments.adapter_form,
             reader=arguments.reader,
+            download=arguments.download,
         )

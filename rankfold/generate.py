@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from engine.config.command_line import named_as
+from engine.config.hub_flag import with_local_folders
 from engine.errors import LostRankError
 from rankfold.generating.options import build_parser, check_prompts, limits, model_choice, sampling
 
@@ -19,7 +20,8 @@ _A_WEEK = 7 * 86400.0
 def main() -> None:
     arguments = build_parser(__doc__).parse_args()
     with named_as(arguments.stands_for):
-        _generate(arguments)
+        _check(arguments)
+        _generate(with_local_folders(arguments))
 
 
 def check_ranks(words: list[str], world_size: int) -> None:
@@ -40,7 +42,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    _check(arguments)
     # imported after the options are known to be sound: torch and transformers take seconds to load
     from engine.distributed.failures import CommunicationError
     from engine.runtime.launch import start, stop

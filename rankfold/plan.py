@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 
 from engine.config.command_line import CommandLine, named_as
+from engine.config.hub_flag import with_local_folders
 from rankfold.certifying import command as certify
 from rankfold.planning import adapters, memory, schedule
 
@@ -37,4 +38,4 @@ def _parser() -> CommandLine:
 def main() -> None:
     arguments = _parser().parse_args()
     with named_as(arguments.stands_for):
-        COMMANDS[arguments.command].run(arguments)
+        COMMANDS[arguments.command].run(with_local_folders(arguments))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.config.command_line import CommandLine, json_mapping, named_as
 from engine.config.data import FORMATS
+from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.paths import path_text
 from engine.telemetry.processors import available_processors
 
@@ -39,7 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet or .txt files, or patterns with *"
     )
-    parser.add_argument("--tokenizer", required=True, type=Path, help="folder or sentencepiece .model file")
+    parser.add_argument(
+        "--tokenizer", required=True, type=Path, help="folder, name on the hub, or sentencepiece .model file"
+    )
+    add_download(parser, tokenizer="tokenizer")
     parser.add_argument("--out", type=Path, help="the store's folder")
     parser.add_argument(
         "--show",
@@ -83,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     with named_as(arguments.stands_for):
-        _preprocess(arguments)
+        _preprocess(with_local_folders(arguments))
 
 
 def _preprocess(arguments: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from engine.choices import BASE_DTYPES
 from engine.config.command_line import CommandLine, named_as
+from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.lora import LoraOptions
 from engine.config.model import DTYPES, KERNELS, ModelOptions
 from engine.config.parallel import ParallelOptions
@@ -42,6 +43,7 @@ def build_parser() -> CommandLine:
     """Returns the parser with all options."""
     parser = CommandLine(description=__doc__, stands_for=STANDS_FOR)
     _add_model(parser.add_argument_group("model"))
+    add_download(parser, model="model")
     _add_server(parser.add_argument_group("server"))
     _add_limits(parser.add_argument_group("limits of each key"))
     layout = parser.add_argument_group("layout; the server starts as many ranks on this machine, unless torchrun does")
@@ -68,7 +70,11 @@ def build_parser() -> CommandLine:
 
 def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, or a partitioned base"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face folder, its name on the hub, or a partitioned base",
     )
     model.add_argument("--name", help="a name of the base that clients may give in place of DIR (default: none)")
     model.add_argument("--dtype", choices=DTYPES, help="of weights and arithmetic (default float32)")
@@ -184,10 +190,12 @@ def _serve(arguments: argparse.Namespace) -> None:
     from rankfold.serving.server import Address, run_server
     from rankfold.serving.service import Limits
 
+    given = str(arguments.model)
+    arguments = with_local_folders(arguments)
     take_secret(_KEYS)
     take_secret(_WATCH_KEY)
     parallel, ranks = _layout(arguments)
-    names = [one for one in (arguments.name, str(arguments.model)) if one is not None]
+    names = list(dict.fromkeys(one for one in (arguments.name, given, str(arguments.model)) if one is not None))
     model = ServedModel(
         path=arguments.model,
         name=names[0],

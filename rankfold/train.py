@@ -3,6 +3,7 @@
 rankfold train --config run.yaml
 rankfold train --nproc 2 --config run.yaml --parallel.tensor 2    # on two devices; torchrun ... -m rankfold train too
 rankfold train --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
+rankfold train --config run.yaml --download    # what is named as on the Hugging Face hub, as --hub.download true
 rankfold train --config run.yaml --reward a.py:f --reward exact_match    # both, as --rollout.rewards
 rankfold train --config sweep.yaml    # several runs over one base, where the file has a list `adapters`
 """
@@ -23,6 +24,8 @@ from rankfold.starting.options import start_help
 
 _PROFILE = re.compile(r"^--profile(?=$|=)")
 """A short name of an option."""
+_DOWNLOAD = "--download"
+"""A flag in place of an option."""
 _REWARD = "--reward"
 """An option that is given once for each function."""
 
@@ -69,7 +72,8 @@ def check_ranks(words: list[str], world_size: int) -> None:
 
 def _as_options(words: Sequence[str]) -> list[str]:
     """Returns the words with the full names of options in place of short ones."""
-    return [_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(words)]
+    named = [_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(words)]
+    return ["--hub.download=true" if word == _DOWNLOAD else word for word in named]
 
 
 def with_rewards(arguments: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ from engine.config.option_parser import build_parser
 from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
+from engine.config.snapshots import with_snapshots
 from engine.config.suggestions import closest_value
 from engine.errors import UserError
 from engine.files.documents import read_text
@@ -34,7 +35,8 @@ from engine.sentences import as_written
 
 
 def load_config(argv: list[str] | None = None) -> RunConfig:
-    """Returns the configuration of a run, checked as far as it can be without knowing the number of ranks.
+    """Returns the configuration of a run, checked as far as it can be without knowing the number of ranks, and with
+    local folders in place of names on the Hugging Face hub.
 
     Args:
         argv: command-line arguments without the program's name; None takes those of the process. `--config FILE` reads
@@ -47,6 +49,7 @@ def load_config(argv: list[str] | None = None) -> RunConfig:
     """
     config = parse_config(argv)
     check_config(config)
+    config = with_snapshots(config)
     check_files(config)
     return config
 
@@ -89,6 +92,7 @@ def load_text(text: str, source: str, arguments: list[str]) -> RunConfig:
     except ArgumentError as error:
         raise UserError(_sentence(str(error))) from None
     check_config(config)
+    config = with_snapshots(config)
     check_files(config)
     return config
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """
 Every option below can stand in a YAML file given with --config, in its section, and on the command line, which wins:
 --config run.yaml --parallel.tensor 4 --lora.targets q_proj,v_proj. `rankfold train` takes --profile for
---log.profile_steps, and --reward, once for each function, for --rollout.rewards.
+--log.profile_steps, --download for --hub.download true, and --reward, once for each function, for --rollout.rewards.
 """
 
 

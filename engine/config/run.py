@@ -8,6 +8,7 @@ from engine.config.checkpoint import CheckpointOptions
 from engine.config.checks import require
 from engine.config.data import DataOptions
 from engine.config.guards import GuardOptions
+from engine.config.hub_options import HubOptions
 from engine.config.log import LogOptions
 from engine.config.lora import LoraOptions
 from engine.config.memory import MemoryOptions
@@ -39,6 +40,7 @@ class RunConfig:
         guards: Checks while it trains.
         checkpoint: Where the run is kept.
         log: The reports of the run.
+        hub: Names on the Hugging Face hub.
     """
 
     model: ModelOptions
@@ -54,6 +56,7 @@ class RunConfig:
     guards: GuardOptions = field(default_factory=GuardOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    hub: HubOptions = field(default_factory=HubOptions)
 
     def __post_init__(self) -> None:
         require(

@@ -19,7 +19,7 @@ from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapt
 from engine.checkpoint.untied import trained_apart, untied
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import AdapterForm, AdapterReader, Implementation
-from engine.config.hub import instead_of
+from engine.config.hub import instead_of, local_folder, looks_like_hub_name
 from engine.config.run_files import CHECKPOINTS
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
@@ -149,6 +149,7 @@ def run_export(
     base_name: str | None = None,
     adapter_form: AdapterForm | None = None,
     reader: AdapterReader | None = None,
+    download: bool = False,
 ) -> None:
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
 
@@ -156,6 +157,7 @@ def run_export(
         base_name: an adapter's name of its base, such as its name on the Hugging Face hub.
         adapter_form: of the adapters of a mixture's experts; None for "per_expert".
         reader: the program that is to read an adapter of experts.
+        download: whether the base that a run records may be downloaded from the Hugging Face hub.
 
     Raises:
         UserError: the options do not fit the kind of `source`.
@@ -170,7 +172,7 @@ def run_export(
     if not is_training(source):
         _export_base(source, out, form, merge or base is not None or step is not None, options, log)
         return
-    trained = open_trained(open_run(source, step=step), base, log)
+    trained = open_trained(open_run(source, step=step), base, log, download=download)
     values = trained.values
     tokenizer = trained_tokenizer(trained.checkpoint.state, trained.checkpoint.folder / MANIFEST)
     if form == "peft":
@@ -283,19 +285,25 @@ def is_training(folder: Path) -> bool:
     return (folder / CHECKPOINTS).is_dir()
 
 
-def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) -> TrainedModel:
+def open_trained(
+    checkpoint: TrainingCheckpoint, base: Path | None, log: Log, *, download: bool = False
+) -> TrainedModel:
     """Finds the base of a training checkpoint, at its recorded path or at `base`.
+
+    Args:
+        download: whether a recorded name on the Hugging Face hub may be downloaded.
 
     Raises:
         UserError: it is not there, or is another model.
     """
     checkpoint.refuse_leftover()
     recorded, fingerprint = str(checkpoint.base.get("path")), checkpoint.base.get("fingerprint")
-    folder = base if base is not None else Path(recorded)
+    folder = base if base is not None else local_folder(Path(recorded), download=download)
     if base is None and not folder.is_dir():
-        raise UserError(
-            f"the base of {checkpoint.folder} was at {recorded}, which is gone: give its folder with --base."
-        )
+        gone = ", which is gone: give"
+        if looks_like_hub_name(recorded):
+            gone = f"{instead_of(recorded, '')}, or give"
+        raise UserError(f"the base of {checkpoint.folder} was at {recorded}{gone} its folder with --base.")
     implementation = checkpoint.base.get("implementation", "auto")
     if fingerprint is None:
         trained = TrainedModel(checkpoint, open_model(folder, implementation), None)

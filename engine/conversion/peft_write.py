@@ -21,6 +21,7 @@ from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWri
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
 from engine.checkpoint.weight_source import SHARED
 from engine.choices import VISION, AdapterForm, AdapterReader
+from engine.config.hub import name_of_snapshot
 from engine.conversion.expert_stacks import in_turns, live_name
 from engine.conversion.import_export import ConversionReport, Proof
 from engine.conversion.lora_scales import recorded_alpha
@@ -98,6 +99,7 @@ def export_peft(
     config["ensure_weight_tying"] = _tied_head_key(model) in tensors
     if base_name is not None:
         config["base_model_name_or_path"] = base_name
+        config.pop("revision", None)
     companions = tokenizer.companions(model.companions(), with_model=False)
     notes = [*_notes(modules, parts, saved, model, config, base_name, float(lora["dropout"])), *companions.left_out]
     if config.get("target_parameters"):
@@ -299,7 +301,7 @@ def _adapter_config(lora: Mapping[str, Any], targets: list[str], model: ModelFol
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model.hf_path.resolve()),
+        **_base_name(model),
         "r": int(lora["rank"]),
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": float(lora["dropout"]),
@@ -312,6 +314,15 @@ def _adapter_config(lora: Mapping[str, Any], targets: list[str], model: ModelFol
         "inference_mode": True,
         "init_lora_weights": True,
     }
+
+
+def _base_name(model: ModelFolder) -> dict[str, Any]:
+    """Returns the base's name and commit where it is a snapshot of the hub, else its folder here."""
+    folder = model.hf_path.resolve()
+    name = name_of_snapshot(folder)
+    if name is None:
+        return {"base_model_name_or_path": str(folder)}
+    return {"base_model_name_or_path": name.repo, "revision": name.revision}
 
 
 def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:

@@ -28,6 +28,7 @@ class ModelChoice:
         dtype: of weights and arithmetic; None for float32 on a CPU and bfloat16 on a GPU.
         base_dtype: storage format of the layers' linears; None for `dtype`.
         kernels: backend of the ops.
+        download: whether the base that a run records may be downloaded from the Hugging Face hub.
     """
 
     path: Path | None
@@ -40,6 +41,7 @@ class ModelChoice:
     dtype: DType | None = None
     base_dtype: BaseDType | None = None
     kernels: Kernels = "auto"
+    download: bool = False
 
     def __post_init__(self) -> None:
         if self.path is None and self.adapter is None:

@@ -184,7 +184,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
         adapter = AdapterSource(folder, names=base.model.names, decoder=base.model.decoder, with_saved_modules=True)
         return _Adapter(adapter.on(base), adapter, adapter.scale, None, adapter_template(folder))
     checkpoint = open_run(folder, step=choice.step)
-    trained = open_trained(checkpoint, choice.path, log)
+    trained = open_trained(checkpoint, choice.path, log, download=choice.download)
     if trained.weights is None:
         raise UserError(
             f"the run in {folder} began with random weights and is no adapter: export it with rankfold convert export "

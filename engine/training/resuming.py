@@ -9,6 +9,7 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
 from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
+from engine.config.snapshots import records
 from engine.errors import UserError
 from engine.training.evaluate import is_due
 from engine.training.evaluations import BestLoss, ending
@@ -76,7 +77,9 @@ class StartingPoint:
             config, step_plan, data: of the run now.
             fingerprint: of its training data.
         """
-        found = [f"changed since {self.path.name}: {change}" for change in changes(self.run_config, to_yaml(config))]
+        found = [
+            f"changed since {self.path.name}: {change}" for change in changes(self.run_config, to_yaml(records(config)))
+        ]
         rate = rate_change(self.run_config, step_plan, data, step=self.step) if self.step else None
         if rate is not None:
             found.append(rate)

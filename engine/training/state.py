@@ -17,8 +17,10 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import SHARED, TIED_HEAD
+from engine.config.hub import recorded
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
+from engine.config.snapshots import records
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.sentences import as_written
@@ -81,7 +83,7 @@ def state_contents(
     if (scale := optimizer.loss_scale) is not None:
         state |= {"loss_scale": float(scale.value), "good_steps": float(scale.good_steps)}
     base = {
-        "path": str(Path(config.model.path).resolve()),
+        "path": recorded(Path(config.model.path).resolve()),
         "fingerprint": fingerprint,
         "sums": training.source.sums(),
         "dtype": config.model.base_dtype,
@@ -90,7 +92,7 @@ def state_contents(
     return TrainingContents(
         step=step,
         state=state,
-        run_config=to_yaml(config),
+        run_config=to_yaml(records(config)),
         base=base,
         lora=asdict(config.lora) if config.lora.rank > 0 else {},
         layout={"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp, "expert": grid.ep},

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from engine.choices import BASE_DTYPES, DECODE_GRAPHS
 from engine.config.command_line import CommandLine, json_mapping
+from engine.config.hub_flag import add_download
 from engine.config.model import DTYPES, KERNELS
 from engine.config.paths import path_text
 from engine.config.units import read_length, read_step
@@ -31,7 +32,7 @@ def build_parser(description: str | None) -> CommandLine:
     """Returns the parser with all options."""
     parser = CommandLine(description=description, stands_for=STANDS_FOR)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", type=Path, help="Hugging Face folder, or a partitioned base")
+    model.add_argument("--model", type=Path, help="Hugging Face folder, its name on the hub, or a partitioned base")
     model.add_argument(
         "--adapter",
         type=Path,
@@ -51,6 +52,7 @@ def build_parser(description: str | None) -> CommandLine:
         help="replay passes of one token a row as CUDA graphs: auto where that is possible (default), or none",
     )
     add_start_options(parser)
+    add_download(parser, model="model", adapter="adapter", tokenizer="tokenizer")
     layout = parser.add_argument_group("layout, with --nproc or under torchrun")
     layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")
     layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")

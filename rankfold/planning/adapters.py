@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 from engine.choices import RECOMPUTE_LEVELS
+from engine.config.hub_flag import add_download
 from engine.config.model import DTYPES
 from engine.config.paths import path_text
 from engine.config.units import read_gib, read_length
@@ -27,8 +28,13 @@ STANDS_FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
+    add_download(parser, model="config")
     parser.add_argument(
-        "--model", type=path_text, required=True, metavar="PATH", help="folder of a model, or its config.json"
+        "--model",
+        type=path_text,
+        required=True,
+        metavar="PATH",
+        help="folder of a model, its name on the hub, or its config.json",
     )
     parser.add_argument("--adapters", type=int, default=64, metavar="N", help="adapters on the base (default 64)")
     parser.add_argument("--rank", type=int, default=16, metavar="R", help="of each (default 16)")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.data import DataOptions
+from engine.config.hub import recorded, shown
 from engine.config.lora import LoraOptions
 from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
@@ -240,7 +241,7 @@ def _question(found: AdaptersAnswer) -> str:
     shared = f"of {counted(found.sharing, 'adapter')}" if found.sharing > 1 else "of one adapter each"
     own = config.train.micro_batch_size * row
     return (
-        f"{config.model.path}: {format_parameters(num_parameters(found.decoder))} parameters, "
+        f"{shown(config.model.path)}: {format_parameters(num_parameters(found.decoder))} parameters, "
         f"{config.model.dtype}{base}; adapters on {', '.join(config.lora.targets)}\n"
         f"a step of each: {counted(found.rows, 'row')} of {counted(row, 'token')}; micro-batches of "
         f"{found.sharing * own:,} tokens, {shared}\n"
@@ -293,7 +294,7 @@ def record(found: AdaptersAnswer) -> dict[str, Any]:
     """Returns the answer for programs."""
     return {
         "predicted": True,
-        "model": found.config.model.path,
+        "model": recorded(found.config.model.path),
         "usable_bytes": int(found.capacity),
         "machine": of_machine(found.machine),
         "fits": [_of_fit(one) for one in found.fits],

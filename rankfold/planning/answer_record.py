@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.config.hub import recorded
 from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.planning.ledger import PARTS
@@ -39,7 +40,7 @@ def of_answer(answer: Answer, *, top: int) -> dict[str, Any]:
     fitting = answer.found.fitting[: top + 1]
     return {
         "predicted": True,
-        "model": answer.config.model.path,
+        "model": recorded(answer.config.model.path),
         "gpus": answer.devices,
         "usable_bytes": int(answer.capacity),
         "machine": of_machine(answer.machine),

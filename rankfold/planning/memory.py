@@ -15,6 +15,7 @@ import argparse
 from typing import get_args
 
 from engine.choices import RECOMPUTE_LEVELS
+from engine.config.hub_flag import add_download
 from engine.config.memory import CudaGraph
 from engine.config.model import DTYPES
 from engine.config.paths import path_text
@@ -38,8 +39,12 @@ and communicators have not been measured."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
+    add_download(parser, model="config")
     parser.add_argument(
-        "--model", type=path_text, metavar="PATH", help="folder of a model, or its config.json under any name"
+        "--model",
+        type=path_text,
+        metavar="PATH",
+        help="folder of a model, its name on the hub, or its config.json under any name",
     )
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs (default 1)")
     parser.add_argument(

@@ -16,6 +16,7 @@ import torch
 from engine.config.load import parse_config
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
+from engine.config.snapshots import with_snapshots
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.planning.machine import Machine
@@ -89,8 +90,9 @@ def _read(arguments: argparse.Namespace) -> RunConfig:
     given = ["--config", arguments.config]
     if arguments.model is not None:
         given += ["--model.path", arguments.model]
-    config = parse_config(given)
+    config = parse_config([*given, *(["--hub.download=true"] if arguments.download else [])])
     check_config(config)
+    config = with_snapshots(config, model_need="config")
     check_world(config, arguments.gpus)
     return config
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from engine.config.hub import recorded, shown
 from engine.config.memory import MemoryOptions
 from engine.config.parallel import ParallelOptions
 from engine.layers.rounding import FLOAT8
@@ -61,8 +62,8 @@ def _question(answer: Answer) -> str:
     if config.trainable:
         trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
     return (
-        f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters{_active(decoder)}, {trained}, "
-        f"{config.model.dtype}"
+        f"{shown(config.model.path)}: {format_parameters(num_parameters(decoder))} parameters{_active(decoder)}, "
+        f"{trained}, {config.model.dtype}"
         f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
         f"{counted(config.train.global_batch_size, 'row')} of {counted(config.row_length, 'token')} per step, "
         f"{config.train.micro_batch_size} per micro-batch; kernels {answer.workload.kernels}\n"
@@ -277,9 +278,10 @@ def _launcher(answer: Answer) -> str:
 
 def winning_yaml(answer: Answer, best: Candidate) -> str:
     """Returns the sections that differ from the defaults, as rankfold train reads them."""
-    config = answer.config
+    config, folder = answer.config, answer.folder
+    path = None if folder is None else recorded(folder)
     sections: dict[str, Any] = {
-        "model": {"path": answer.folder, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
+        "model": {"path": path, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
         "parallel": _changed(best.layout.parallel, ParallelOptions(), ("tensor", "pipeline", "context")),
         "memory": _changed(memory_options(best), MemoryOptions(), ("recompute",)),
         "lora": {"rank": config.lora.rank, "dropout": config.lora.dropout, "targets": list(config.lora.targets)},

@@ -19,6 +19,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "engine.tenants": (),
+    "engine.hub": (),
     "rankfold.serving": ("engine.tenants",),
     "rankfold.migrating": (),
 }

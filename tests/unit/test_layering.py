@@ -43,6 +43,7 @@ LEVELS = {
     "engine.inference": 6,
     "engine.conversion": 7,
     "engine.runtime": 7,
+    "engine.hub": 8,
     "engine.vision": 8,
     "engine.experts": 9,
     "engine.adopted": 9,

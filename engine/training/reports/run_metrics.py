@@ -9,6 +9,7 @@ from engine.config.log import LogOptions
 from engine.config.resume_rules import flat_options
 from engine.config.run import RunConfig
 from engine.config.run_files import CONFIG, MLFLOW, TENSORBOARD, TRACKERS
+from engine.config.snapshots import records
 from engine.files.durable import write_durably
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
@@ -32,7 +33,7 @@ def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
     """
     if not log.enabled:
         return Trackers()
-    text = to_yaml(config)
+    text = to_yaml(records(config))
     run = TrackedRun(
         folder=run_dir,
         names=run_dir / TRACKERS,
@@ -52,5 +53,5 @@ def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers)
     """
     if not log.enabled:
         return MetricsWriter(None)
-    write_durably(run_dir / CONFIG, to_yaml(config))
+    write_durably(run_dir / CONFIG, to_yaml(records(config)))
     return MetricsWriter(run_dir / config.log.metrics if config.log.metrics else None, trackers)

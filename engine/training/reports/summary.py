@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config.hub import shown
 from engine.config.run import RunConfig
 from engine.distributed.ranks import RankGrid
 from engine.models.describe import num_parameters
@@ -102,7 +103,7 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     splits = config.parallel.sequence_parallel and training.source.model.decoder.splits_tokens
     sequence = " with sequence parallelism" if splits else ""
     log.info(
-        f"model: {short_path(config.model.path)}, {format_parameters(whole)} parameters, "
+        f"model: {short_path(shown(config.model.path))}, {format_parameters(whole)} parameters, "
         f"{format_parameters(trained)} trained, {config.model.dtype} on {launch.device.type}"
     )
     if (made_by := training.source.model.decoder.made_by) is not None:

@@ -1,4 +1,4 @@
-"""A name on the Hugging Face hub where a path was expected: every tool says how to download it."""
+"""A name on the Hugging Face hub that is not in the cache: every tool says what permits a download."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.hub import instead_of, looks_like_hub_name
+from engine.config.hub import HubName, instead_of, looks_like_hub_name, name_of_snapshot, parse_name, recorded
 from tests.wrong_inputs.workplace import Workplace, make_place, run_here
 
 MODEL, DATA = "meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"
-LOAD_MODEL = f"download it with `hf download {MODEL} --local-dir Llama-3.1-8B` and give Llama-3.1-8B."
-LOAD_DATA = f"download it with `hf download --repo-type dataset {DATA} --local-dir alpaca`"
+LOAD_MODEL = "cache: add --download, which fetches it."
+LOAD_DATA = f"give hub:{DATA}, with --download where it was not downloaded before"
 OUT = ["--out", "made"]
 
 
@@ -19,6 +19,7 @@ OUT = ["--out", "made"]
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # of other processes
     return make_place(tmp_path / "place")
 
 
@@ -60,10 +61,18 @@ def test_data(tool: str, words: list[str], place: Workplace, capsys: pytest.Capt
     assert seen.status == 2 and LOAD_DATA in seen.sentence, seen.printed
 
 
-def test_what_was_downloaded_before_is_named(place: Workplace, tmp_path: Path) -> None:
-    snapshot = tmp_path / "cache" / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "abc"
+def test_what_the_cache_lacks_is_named(place: Workplace, tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    repository = tmp_path / "cache" / "models--meta-llama--Llama-3.1-8B"
+    snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True)
-    assert instead_of(MODEL, "").endswith(f"downloaded before: give {snapshot}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    lacks = f"of which {tmp_path / 'cache'} lacks tokenizer.json and 2 more: add --download, which fetches it"
+    assert instead_of(MODEL, "").endswith(lacks)
+    assert name_of_snapshot(snapshot) == HubName(MODEL, commit) and recorded(snapshot) == f"{MODEL}@{commit}"
+    for other in (snapshot / "a", snapshot.parent, tmp_path / "x" / "snapshots" / commit):
+        assert name_of_snapshot(other) is None and recorded(other) == str(other)
 
 
 def test_paths_are_no_names(place: Workplace) -> None:
@@ -71,3 +80,7 @@ def test_paths_are_no_names(place: Workplace) -> None:
     for path in ("models/mine", "./org/name", "/org/name", "../name", "a/b/c", "name", "~/name", "d/train.jsonl", "a/"):
         assert not looks_like_hub_name(path), path
     assert instead_of("models/mine", "correct the path") == ": correct the path"
+    for text in ("org/a--b", "org/a..b", "org/name@", "org/name@../x", "org/name@-x", "org/naïve", "org/name.gguf/x"):
+        assert parse_name(text) is None, text
+    assert parse_name("models/mine") == HubName("models/mine")
+    assert parse_name("org/name@refs/pr/1") == HubName("org/name", "refs/pr/1")

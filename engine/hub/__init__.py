@@ -1,0 +1,1 @@
+"""The Hugging Face hub: models and adapters by name."""

@@ -1,0 +1,144 @@
+"""Finds the snapshot of a model or an adapter in the hub's cache, and downloads it where that is permitted.
+
+Of several ranks of a machine one downloads while the others wait for the repository's lock, before they form a group
+that could time out. What the first of them found, a commit or a refusal, holds for all of its launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.hf_tensors import INDEX
+from engine.config.hub import HubName, Need
+from engine.errors import UserError
+from engine.files.holder import process_start, this_machine
+from engine.hub.cache import CachedRepo
+from engine.hub.client import list_files
+from engine.hub.download import Downloads
+from engine.hub.selection import TOKENIZERS, lacking, small_files, weight_files
+from engine.telemetry.format import format_bytes
+from engine.telemetry.log import Log
+
+
+def find_snapshot(name: HubName, *, download: bool, need: Need) -> Path | None:
+    """Returns the folder of a model or an adapter on the hub.
+
+    Args:
+        name: with or without a revision; without one the default branch.
+        download: whether the hub may be asked. It is not where a commit is given and all of it is here.
+        need: the part that will be used.
+
+    Returns:
+        The folder; None where it is not in the cache in full, and the hub may not be asked.
+
+    Raises:
+        UserError: the hub does not have it, does not give it, or gives something else than it lists.
+    """
+    cached, log = CachedRepo(name.repo), Log(int(os.environ.get("RANK", "0")))
+    if name.is_pinned or not download:
+        found = _complete(cached, name, need)
+        if found is not None:
+            log.info(f"{name}: commit {found.name[:12]} in {cached.cache}")
+            return found
+        if not download:
+            return None
+    with cached.alone(log) as lock:
+        notes = _Notes(lock, f"{name} {need}")
+        if notes.refusal is not None:
+            raise UserError(notes.refusal)
+        if notes.commit is not None:
+            found = _complete(cached, HubName(name.repo, notes.commit), need)
+            if found is not None:
+                return found
+        try:
+            found = _download(name, need, cached, log)
+        except UserError as error:
+            notes.leave(refusal=str(error))
+            raise
+        notes.leave(commit=found.name)
+        return found
+
+
+def state_in_cache(name: HubName) -> str:
+    """Returns what the cache has of a name that cannot be used from there."""
+    cached = CachedRepo(name.repo)
+    snapshot = cached.snapshot(name)
+    if snapshot is None:
+        return f"which is not in {cached.cache}"
+    missing = lacking(snapshot, "either", no_tokenizer=_has_no_tokenizer(cached, snapshot.name))
+    if not missing:
+        return f"which is of another kind than is expected here (it is in {snapshot})"
+    return f"of which {cached.cache} lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+
+
+def _complete(cached: CachedRepo, name: HubName, need: Need) -> Path | None:
+    snapshot = cached.snapshot(name)
+    if snapshot is None or lacking(snapshot, need, no_tokenizer=_has_no_tokenizer(cached, snapshot.name)):
+        return None
+    return snapshot
+
+
+def _has_no_tokenizer(cached: CachedRepo, commit: str) -> bool:
+    return all(cached.lacks_for_good(commit, name) for name in TOKENIZERS)
+
+
+def _download(name: HubName, need: Need, cached: CachedRepo, log: Log) -> Path:
+    listing = list_files(name.repo, name.revision)
+    work, total = Downloads(listing, cached, log), 0
+    title = f"downloading {name.repo}"
+    total += work.fetch(small_files(listing, need), title)
+    snapshot = cached.snapshot_of(listing.commit)
+
+    weights = weight_files(listing, need, lambda: snapshot / INDEX)
+    if weights:
+        total += work.fetch(weights, title)
+    for tokenizer in TOKENIZERS if need != "config" else ():
+        if tokenizer not in listing.files:
+            cached.note_absent(listing.commit, tokenizer)
+    cached.note_revision(name.revision, listing.commit)
+    done = f"{format_bytes(total)} downloaded" if total else "already there"
+    log.info(f"{name}: commit {listing.commit[:12]} in {cached.cache}, {done}")
+    return snapshot
+
+
+class _Notes:
+    """What another rank of this launch has found for the same question, kept in the lock's file.
+
+    Args:
+        path: of the file, held by this process.
+        question: the name and the need.
+    """
+
+    def __init__(self, path: Path, question: str) -> None:
+        self._path, self._question, self._launch = path, question, _launch()
+        self._notes: dict[str, Any] = {}
+        if self._launch is not None:
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                found = None
+            if isinstance(found, dict) and found.get("launch") == self._launch:
+                self._notes = found
+        answer = self._notes.get(question)
+        answer = answer if isinstance(answer, dict) else {}
+        self.commit: str | None = answer.get("commit")
+        self.refusal: str | None = answer.get("refusal")
+
+    def leave(self, *, commit: str | None = None, refusal: str | None = None) -> None:
+        """Leaves an answer for the other ranks."""
+        if self._launch is not None:
+            answer = {"commit": commit, "refusal": refusal}
+            text = json.dumps({**self._notes, "launch": self._launch, self._question: answer})
+            self._path.write_text(text, encoding="utf-8")
+
+
+def _launch() -> str | None:
+    """Returns what the ranks of one start on this machine have in common; None for a process of its own."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    parent = os.getppid()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{this_machine()} {parent} {process_start(parent)} {start}"

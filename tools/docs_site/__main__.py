@@ -16,7 +16,7 @@ import yaml
 
 from engine.config.command_line import CommandLine
 from tools.docs_site.navigation import navigation
-from tools.docs_site.pages import repository_pages, site_pages
+from tools.docs_site.pages import repository_files, site_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path(__file__).with_name("site.yml")
@@ -81,7 +81,7 @@ def write_sources(out: Path) -> Path:
 
 
 def _changed() -> dict[Path, float]:
-    files = [SETTINGS, *(ROOT / path for path in repository_pages(ROOT)), *(ROOT / "docs").rglob("*")]
+    files = [SETTINGS, *(ROOT / path for path in repository_files(ROOT)), *(ROOT / "docs").rglob("*")]
     return {file: file.stat().st_mtime for file in files if file.is_file()}
 
 

@@ -37,7 +37,7 @@ def site_path(path: str) -> str:
         return "/".join(parts[1:])
     if parts[0] == "examples" and parts[-1] == "README.md":
         return f"{'/'.join(parts[:-1])}.md"
-    return f"code/{path}"
+    return f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
 
 
 def outside_fences(text: str, change: Callable[[str], str]) -> str:
@@ -49,8 +49,8 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, change(text[end:])])
 
 
-def linked_pages(text: str, path: str) -> list[str]:
-    """Returns the Markdown pages of the repository that a page's links lead to."""
+def linked_files(text: str, path: str) -> list[str]:
+    """Returns the files of the repository that a page's links lead to, without figures and pictures of docs/."""
     found: list[str] = []
 
     def collect(part: str) -> str:
@@ -60,7 +60,7 @@ def linked_pages(text: str, path: str) -> list[str]:
         return part
 
     outside_fences(text, collect)
-    return [page for page in found if page.endswith(".md")]
+    return [file for file in found if file.endswith(".md") or not file.startswith("docs/")]
 
 
 def for_site(text: str, path: str, named: Callable[[str], str | None], place: str | None = None) -> str:

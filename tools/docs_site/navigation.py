@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.docs_site.command_pages import command_names
-from tools.docs_site.links import ABOUT, CONTENTS, HOME, linked_pages, site_path
+from tools.docs_site.links import ABOUT, CONTENTS, HOME, linked_files, site_path
 from tools.docs_site.option_pages import section_names
 
 _SECTION = re.compile(r"^## (.+)$|^\| \[([^\]]+)\]\(([^)\s]+)\)", re.MULTILINE)
@@ -34,7 +34,7 @@ def navigation(root: Path) -> list[dict[str, Any]]:
 
 def _examples(root: Path) -> list[Any]:
     text = (root / "docs" / EXAMPLES).read_text(encoding="utf-8")
-    return [EXAMPLES, *dict.fromkeys(site_path(page) for page in linked_pages(text, f"docs/{EXAMPLES}"))]
+    return [EXAMPLES, *dict.fromkeys(site_path(page) for page in linked_files(text, f"docs/{EXAMPLES}"))]
 
 
 def _from_code() -> list[Any]:

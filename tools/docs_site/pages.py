@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.docs_site.api_page import api_page
 from tools.docs_site.command_pages import command_of, command_pages
-from tools.docs_site.links import ABOUT, HOME, HOME_HEADINGS, TOP, for_site, linked_pages, site_path
+from tools.docs_site.links import ABOUT, HOME, HOME_HEADINGS, TOP, for_site, linked_files, site_path
 from tools.docs_site.option_pages import option_of, option_pages
 
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
@@ -22,19 +22,21 @@ def site_pages(root: Path) -> dict[str, str]:
     """
     made = {**option_pages(), **command_pages(), "api.md": api_page()}
     found = dict(made)
-    for path in repository_pages(root):
+    for path in repository_files(root):
         text = (root / path).read_text(encoding="utf-8")
         if path == "README.md":
             home, about = _divided(text)
             found[HOME] = for_site(home, path, explained, HOME)
             found[ABOUT] = for_site(about, path, explained, ABOUT)
+        elif not path.endswith(".md"):
+            found[site_path(path)] = f"# {path}\n\n```{Path(path).suffix[1:]}\n{text.rstrip()}\n```\n"
         else:
             found[site_path(path)] = for_site(text, path, explained)
     return found
 
 
-def repository_pages(root: Path) -> list[str]:
-    """Returns the pages of docs/, and those that they lead to, by links of links."""
+def repository_files(root: Path) -> list[str]:
+    """Returns the pages of docs/, and the files that they lead to, by links of links."""
     waiting = [page.relative_to(root).as_posix() for page in sorted((root / "docs").rglob("*.md"))]
     waiting += ["README.md", *TOP]
     found: list[str] = []
@@ -42,7 +44,7 @@ def repository_pages(root: Path) -> list[str]:
         path = waiting.pop(0)
         if path not in found:
             found.append(path)
-            waiting += linked_pages((root / path).read_text(encoding="utf-8"), path)
+            waiting += linked_files((root / path).read_text(encoding="utf-8"), path) if path.endswith(".md") else []
     return found
 
 

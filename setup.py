@@ -23,6 +23,7 @@ EXTRAS = {
     "mlperf": ["mlperf-logging==4.1.68"],
     "docs": ["zensical", "mkdocstrings-python", "ruff"],  # the site of docs/: python -m tools.docs_site
     "peft": ["peft"],
+    "evaluate": ["lm-eval[hf]>=0.4.13"],
     "mlflow": ["mlflow"],
     # what `rankfold quickstart` and the check of an exported adapter open it with
     "train": ["peft"],
@@ -36,6 +37,7 @@ EXTRAS = {
     "test": [
         "triton>=3.6; platform_system == 'Linux'",
         "hypothesis",
+        "lm-eval[hf]>=0.4.13",
         "mlperf-logging==4.1.68",
         "mypy",
         "peft",

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train LoRA adapters, selected parameters, or everything",
     "convert": "convert checkpoints, adapters, and configurations of other trainers",
     "generate": "generate text with a model",
+    "evaluate": "evaluate a model on tasks of lm-evaluation-harness",
     "serve": "serve a model to clients that train and sample adapters, by the protocol of the Tinker SDK",
     "preprocess": "tokenise data once into a store",
     "plan": "predict memory and time, draw schedules, certify a layout",

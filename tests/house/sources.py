@@ -21,6 +21,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.tenants": (),
     "engine.hub": (),
     "rankfold.serving": ("engine.tenants",),
+    "rankfold.evaluating": (),
     "rankfold.migrating": (),
 }
 """What some runs use -> the wings that it may import. All else of `engine` and `triton_kernels` is the core."""

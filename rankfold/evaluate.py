@@ -1,0 +1,50 @@
+"""Evaluates a model on tasks of lm-evaluation-harness, on one device or several, with or without an adapter.
+
+rankfold evaluate --model HF_DIR --tasks arc_easy,gsm8k --limit 100
+rankfold evaluate --model HF_DIR --adapter RUN_DIR --tasks my_task --include-path my_tasks --out results.json
+torchrun --nproc-per-node 4 -m rankfold evaluate --model DIR --tensor 2 --pipeline 2 --tasks hellaswag --download
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from engine.config.command_line import named_as
+from engine.errors import LostRankError, UserError
+from rankfold.evaluating.options import build_parser, model_choice, task_choice
+
+
+def main() -> None:
+    arguments = build_parser(__doc__).parse_args()
+    with named_as(arguments.stands_for):
+        _evaluate(arguments)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    for options in (model_choice, task_choice):
+        options(arguments)
+    require_harness()
+    # imported after the options are known to be sound: torch and the harness take seconds to load
+    from engine.distributed.failures import CommunicationError
+    from engine.runtime.launch import start, stop
+    from rankfold.evaluating.command import evaluate
+
+    try:
+        evaluate(arguments, start(3600.0))  # one rank may read a data set for long
+    except CommunicationError as error:
+        raise LostRankError(f"{error}: look at that rank's output, and start again.") from error
+    stop()
+
+
+def require_harness() -> None:
+    """Refuses to evaluate without the package.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError(
+            "lm-evaluation-harness is not installed, which has the tasks: pip install 'rankfold[evaluate]', or "
+            "pip install 'lm-eval[hf]'."
+        )

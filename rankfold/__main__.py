@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train LoRA adapters, selected parameters, or everything",
     "convert": "convert checkpoints, adapters, and configurations of other trainers",
     "generate": "generate text with a model",
+    "chat": "talk with a model at the terminal",
     "evaluate": "evaluate a model on tasks of lm-evaluation-harness",
     "serve": "serve a model to clients that train and sample adapters, by the protocol of the Tinker SDK",
     "preprocess": "tokenise data once into a store",
@@ -30,7 +31,7 @@ COMMANDS = {
 }
 """Name -> its purpose. Each is a module of this package with `main()`."""
 
-ON_RANKS = ("train", "generate")
+ON_RANKS = ("train", "generate", "chat")
 """The commands that --nproc starts on several devices. One with `check_ranks(words, world_size)` refuses there what
 would otherwise be refused by its ranks."""
 

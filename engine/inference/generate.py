@@ -164,7 +164,7 @@ class Generator:
 
     Args:
         stage: this rank's part.
-        limits: when rows end.
+        limits: when rows end; may be set to others between runs, with as many slots.
         tokenizer: of the model.
             None makes no text.
         family: of a model with a vision tower, which reads images; None where no prompt has any.
@@ -191,7 +191,7 @@ class Generator:
     ) -> None:
         assert tokenizer is not None or not limits.stop_texts, "stop texts are found in a text"
         assert limits.slots <= stage.slots, (limits.slots, stage.slots)
-        self.stage, self._limits, self._tokenizer, self._family = stage, limits, tokenizer, family
+        self.stage, self.limits, self._tokenizer, self._family = stage, limits, tokenizer, family
         row_limit = stage.config.max_row_length
         # the prompts of one pass are in one row of tokens
         self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
@@ -298,7 +298,7 @@ class Generator:
         pushed = [
             (number, (stream, tokens[number]))
             for number in running
-            if (stream := one.rows[number].stream) is not None and tokens[number] not in self._limits.stop_ids
+            if (stream := one.rows[number].stream) is not None and tokens[number] not in self.limits.stop_ids
         ]
         texts = dict(zip([number for number, _ in pushed], push_all([push for _, push in pushed]), strict=True))
         for number in running:
@@ -321,17 +321,17 @@ class Generator:
         if self._shared is not None:  # it has the next slots
             return []
         starting, total = list[list[Request]](), 0
-        while waiting and running < self._limits.slots:
+        while waiting and running < self.limits.slots:
             prompt, members = waiting[0], self._members(waiting)
             total += len(prompt.ids)
             if starting and total > self._prefill_tokens:
                 break
-            count = min(members, self._limits.slots - running, self._room(prompt, waits=False))
+            count = min(members, self.limits.slots - running, self._room(prompt, waits=False))
             if count == 0:
                 break
             starting.append([waiting.popleft() for _ in range(count)])
             slots = range(running, running + count)
-            self.stage.cache.begin(slots, len(prompt.ids), self._limits.max_new_tokens, waits=count < members)
+            self.stage.cache.begin(slots, len(prompt.ids), self.limits.max_new_tokens, waits=count < members)
             running += count
             if count < members:
                 self._shared = prompt
@@ -342,13 +342,13 @@ class Generator:
     def _next_of_shared(self, waiting: deque[Request], running: int) -> list[Request]:
         """Takes the next rows that continue the prompt that waits for them, as many as there are slots and pages for,
         and gives them its pages."""
-        if self._shared is None or running == self._limits.slots:
+        if self._shared is None or running == self.limits.slots:
             return []
         room = self._room(self._shared, waits=True)
-        count = min(self._members(waiting), self._limits.slots - running, room)
+        count = min(self._members(waiting), self.limits.slots - running, room)
         if count:
             slots = range(running, running + count)
-            self.stage.cache.begin_more(slots, len(self._shared.ids), self._limits.max_new_tokens)
+            self.stage.cache.begin_more(slots, len(self._shared.ids), self.limits.max_new_tokens)
         return [waiting.popleft() for _ in range(count)]
 
     def _continues_shared(self, waiting: deque[Request]) -> bool:
@@ -363,7 +363,7 @@ class Generator:
         return sum(1 for _ in takewhile(lambda one: one.ids == first.ids and not one.images, waiting))
 
     def _room(self, prompt: Request, *, waits: bool) -> int:
-        return self.stage.cache.room(len(prompt.ids), self._limits.max_new_tokens, waits=waits)
+        return self.stage.cache.room(len(prompt.ids), self.limits.max_new_tokens, waits=waits)
 
     def _coordinates(self, prompts: Sequence[Request]) -> PromptCoordinates:
         ids, images = [request.ids for request in prompts], [request.images for request in prompts]
@@ -399,7 +399,7 @@ class Generator:
     def _row(self, request: Request, position: int) -> _Row:
         stream = None
         if self._tokenizer is not None:
-            stream = TextStream(self._tokenizer, self._limits.stop_texts, request.ids)
+            stream = TextStream(self._tokenizer, self.limits.stop_texts, request.ids)
         return _Row(request, stream, position)
 
     def _decode(self, rows: list[_Row]) -> _Pass:
@@ -416,12 +416,12 @@ class Generator:
     def _take(self, row: _Row, token: int, text: str, on_text: Callable[[Request, str], None] | None) -> None:
         row.ids.append(token)
         stream = row.stream
-        if token in self._limits.stop_ids:
+        if token in self.limits.stop_ids:
             row.ending = "stop_token"
         else:
             if stream is not None and stream.stopped:
                 row.ending = "stop_text"
-            elif len(row.ids) == self._limits.max_new_tokens:
+            elif len(row.ids) == self.limits.max_new_tokens:
                 row.ending = "length"
         if row.ending is not None and stream is not None:
             text += stream.finish()
@@ -485,7 +485,7 @@ class Generator:
         return _Pass([self._row(request, length - kept.behind)], chosen)
 
     def _leaves(self, row: _Row) -> bool:
-        return row.ending is not None or row.launched == self._limits.max_new_tokens
+        return row.ending is not None or row.launched == self.limits.max_new_tokens
 
 
 def _answer(row: _Row, ending: Ending) -> Answer:

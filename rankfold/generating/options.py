@@ -31,8 +31,17 @@ STANDS_FOR = {
 def build_parser(description: str | None) -> CommandLine:
     """Returns the parser with all options."""
     parser = CommandLine(description=description, stands_for=STANDS_FOR)
+    parser.set_defaults(history=True)
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, help="Hugging Face folder, its name on the hub, or a partitioned base")
+    add_model_options(parser, model)
+    _add_prompts(parser)
+    add_sampling(parser, max_new_tokens=128)
+    return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser, model: argparse._ArgumentGroup) -> None:
+    """Adds the options about the model except its own place, the layout, and the report."""
     model.add_argument(
         "--adapter",
         type=Path,
@@ -62,12 +71,9 @@ def build_parser(description: str | None) -> CommandLine:
         default=1,
         help="ranks of --tensor that divide whole experts (default: all cut each expert)",
     )
-    _add_prompts(parser)
-    _add_choice(parser)
     parser.add_argument(
         "--report", action="store_true", help="print memory, bandwidth and speed of every rank at the end"
     )
-    return parser
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -105,17 +111,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--chat", action="store_true", help="send each text as a user's message through the chat template"
     )
-    prompts.add_argument(
-        "--chat-template", type=path_text, metavar="T", help="name or file, as for --data.chat_template in training"
-    )
-    prompts.add_argument(
-        "--chat-arguments",
-        type=json_mapping,
-        default={},
-        metavar="JSON",
-        help='variables for the chat template: {"enable_thinking": false}',
-    )
-    prompts.add_argument("--system", help="a system message in front of each conversation")
+    add_conversation(prompts)
     prompts.add_argument("--batch", type=int, default=8, help="prompts processed at the same time (default 8)")
     prompts.add_argument(
         "--prefill-tokens",
@@ -125,13 +121,37 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_choice(parser: argparse.ArgumentParser) -> None:
+def add_conversation(group: argparse._ArgumentGroup) -> None:
+    """Adds the options about how conversations are written."""
+    group.add_argument(
+        "--chat-template", type=path_text, metavar="T", help="name or file, as for --data.chat_template in training"
+    )
+    group.add_argument(
+        "--chat-arguments",
+        type=json_mapping,
+        default={},
+        metavar="JSON",
+        help='variables for the chat template: {"enable_thinking": false}',
+    )
+    group.add_argument("--system", help="a system message in front of each conversation")
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: str = "0 (default)") -> None:
+    """Adds the options about how tokens are chosen, and when answers end.
+
+    Args:
+        max_new_tokens: the default.
+        temperature: how the help names greedy choice.
+    """
     choice = parser.add_argument_group("sampling and stopping")
     choice.add_argument(
-        "--max-new-tokens", type=read_length, default=128, help="most tokens generated per prompt (default 128)"
+        "--max-new-tokens",
+        type=read_length,
+        default=max_new_tokens,
+        help=f"most tokens of an answer (default {max_new_tokens})",
     )
     choice.add_argument(
-        "--temperature", type=float, default=0.0, help="0 (default) takes the most likely token; above 0 samples"
+        "--temperature", type=float, default=0.0, help=f"{temperature} takes the most likely token; above 0 samples"
     )
     choice.add_argument("--top-k", type=int, help="sample from the k most likely tokens")
     choice.add_argument(

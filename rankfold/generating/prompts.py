@@ -117,6 +117,8 @@ class Writer:
         messages = self._begun(messages)
         if self.reader is None:
             return Prompt(tuple(self.tokenizer.chat_prompt(messages)))
+        if has_images({}, messages):
+            return self._read(image_sample(place, {}, messages))
         if not self.images:
             return self._read(ImageSample(place, plain_conversation(messages), ()))
         sample = prompt_sample(place, {"images": list(self.images)}, messages)

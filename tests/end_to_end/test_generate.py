@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.commands import REPOSITORY, run_tool
+from tests.support.generation import chat_ids, save_chat_model
 from tests.support.warm_python import warm_python
 
 PROMPTS = ("Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and")
@@ -99,27 +99,7 @@ def _spaced(text: str) -> str:
 @pytest.fixture(scope="module")
 def chat_model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a real tokenizer that has a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=6400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    torch.nn.init.normal_(model.lm_head.weight)
-    model.save_pretrained(folder)
-    for file in (data_dir / "tokenizers" / "minimind").iterdir():
-        shutil.copy(file, folder)
-    return folder
-
-
-def _chat_ids(folder: Path, messages: list[dict[str, str]], new: int) -> tuple[list[int], list[int]]:
-    """Prompt and greedy answer of stock transformers."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    out = model.generate(input_ids=ids, max_new_tokens=new, do_sample=False, pad_token_id=0)[0]
-    return ids[0].tolist(), out[ids.shape[1] :].tolist()
+    return save_chat_model(tmp_path_factory.mktemp("chat"), data_dir, 256)
 
 
 def test_conversations(chat_model: Path, tmp_path: Path) -> None:
@@ -134,7 +114,7 @@ def test_conversations(chat_model: Path, tmp_path: Path) -> None:
     )
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     for answer, talk in zip(answers, [*talks, talks[0]], strict=True):
-        prompt, expected = _chat_ids(chat_model, talk, 8)
+        prompt, expected = chat_ids(chat_model, talk, 8)
         assert (answer["prompt_tokens"], answer["completion_ids"]) == (len(prompt), expected)
 
 
@@ -169,11 +149,11 @@ def test_a_conversation_at_the_terminal(chat_model: Path) -> None:
     out, said = _talk(
         chat_model, f"Hello\n{long}\nAnd you?\n\n/reset\nHello\n", "--chat", "--max-new-tokens", "6", "--ignore-eos"
     )
-    answer = tokenizer.decode(_chat_ids(chat_model, [first], 6)[1], skip_special_tokens=True)
+    answer = tokenizer.decode(chat_ids(chat_model, [first], 6)[1], skip_special_tokens=True)
     after = [first, {"role": "assistant", "content": answer}, second]
-    later = tokenizer.decode(_chat_ids(chat_model, after, 6)[1], skip_special_tokens=True)
+    later = tokenizer.decode(chat_ids(chat_model, after, 6)[1], skip_special_tokens=True)
     assert out == [*f"{answer}\n{later}\n{answer}".split("\n")]
-    assert "but the model's context is 256: shorten the prompt." in said
+    assert "but the model's context is 256: shorten the message, or /undo, /reset." in said
 
 
 @pytest.mark.parametrize(

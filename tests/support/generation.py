@@ -132,3 +132,33 @@ def engine_tokens(folder: Path | str, prompts: Prompts, max_new_tokens: int, **m
     """Ids that the engine continues each prompt with; three rows at a time, so that they come and go."""
     limits = Limits(max_new_tokens=max_new_tokens, slots=more.pop("slots", 3))
     return [list(answer.ids) for answer in engine_answers(folder, prompts, limits, **more)]
+
+
+def save_chat_model(folder: Path, data_dir: Path, context: int) -> Path:
+    """Saves a random model of some tokens of context, with a real tokenizer that has a chat template."""
+    import shutil
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=6400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(folder)
+    for file in (data_dir / "tokenizers" / "minimind").iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def chat_ids(folder: Path, messages: list[dict[str, str]], new: int) -> tuple[list[int], list[int]]:
+    """Prompt and greedy answer of stock transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    out = model.generate(input_ids=ids, max_new_tokens=new, do_sample=False, pad_token_id=0)[0]
+    return ids[0].tolist(), out[ids.shape[1] :].tolist()

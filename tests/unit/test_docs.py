@@ -16,6 +16,7 @@ from engine.config.option_names import option_types, sections
 from rankfold import benchmark, convert, plan, preprocess
 from rankfold.__main__ import COMMANDS
 from rankfold.benchmarking.sections import SECTIONS
+from rankfold.chatting import options as chat_options
 from rankfold.generating import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ _PARSERS: dict[str, Callable[[], ArgumentParser]] = {
     "convert": convert.build_parser,
     "preprocess": preprocess.build_parser,
     "generate": partial(options.build_parser, None),
+    "chat": partial(chat_options.build_parser, None),
     "plan": plan._parser,
     "benchmark": benchmark._parser,
 }

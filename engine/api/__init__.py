@@ -9,11 +9,25 @@ printed here too. Impossible requests raise `UserError`, whose message is one se
 
 from engine.api.configuration import load_config
 from engine.api.exporting import export
-from engine.api.generating import generate
+from engine.api.model import Completion, GenerationOptions, Model, Score, generate, load_model
 from engine.api.training import train
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.telemetry.listener import RunListener
 from engine.training.reports.summary import RunSummary
 
-__all__ = ["RunConfig", "RunListener", "RunSummary", "UserError", "export", "generate", "load_config", "train"]
+__all__ = [
+    "Completion",
+    "GenerationOptions",
+    "Model",
+    "RunConfig",
+    "RunListener",
+    "RunSummary",
+    "Score",
+    "UserError",
+    "export",
+    "generate",
+    "load_config",
+    "load_model",
+    "train",
+]

@@ -13,6 +13,7 @@ late: it takes part in one more, whose token is discarded.
 
 from __future__ import annotations
 
+import collections.abc as abc
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -229,6 +230,23 @@ class Generator:
         Raises:
             UserError: an image that cannot be read; on all ranks.
         """
+        passes = self.passes(requests, on_text=on_text, on_answer=on_answer, interrupted=interrupted)
+        while True:
+            try:
+                next(passes)
+            except StopIteration as end:
+                answers: list[Answer] = end.value
+                return answers
+
+    def passes(
+        self,
+        requests: Sequence[Request],
+        *,
+        on_text: Callable[[Request, str], None] | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> abc.Generator[None, None, list[Answer]]:
+        """Does as `run`, and yields after each pass, of which every rank takes as many; see there."""
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
         unread = deque[_Pass]()
         self._asked = None
@@ -266,6 +284,7 @@ class Generator:
                 waiting.popleft()
                 rows += continued.rows
                 launched(continued)
+                yield
                 continue
             starting = self._next_prompts(waiting, len(rows))
             launched(self._prefill(starting, rows) if starting else self._decode(rows))
@@ -278,6 +297,7 @@ class Generator:
                     self._shared = None
                     self.stage.end_waiting()
                 launched(_Pass(new, chosen))
+            yield
         while unread:
             read()
         self.stage.finish()

@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": "serve a model to clients that train and sample adapters, by the protocol of the Tinker SDK",
     "preprocess": "tokenise data once into a store",
     "plan": "predict memory and time, draw schedules, certify a layout",
+    "launch": "write the file by which Slurm, Kubernetes, SkyPilot or Ray runs a training",
     "report": "write an HTML report of one or more runs",
     "benchmark": "compare speed and memory with transformers + PEFT and the machine's limits",
 }

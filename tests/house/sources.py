@@ -23,6 +23,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "rankfold.serving": ("engine.tenants",),
     "rankfold.evaluating": (),
     "rankfold.migrating": (),
+    "rankfold.launching": (),
 }
 """What some runs use -> the wings that it may import. All else of `engine` and `triton_kernels` is the core."""
 

@@ -13,17 +13,20 @@ from engine.api.model import Completion, GenerationOptions, Model, Score, genera
 from engine.api.training import train
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.telemetry.listener import RunListener
+from engine.telemetry.listener import CheckpointEvent, EvaluationEvent, RunListener, StepEvent
 from engine.training.reports.summary import RunSummary
 
 __all__ = [
+    "CheckpointEvent",
     "Completion",
+    "EvaluationEvent",
     "GenerationOptions",
     "Model",
     "RunConfig",
     "RunListener",
     "RunSummary",
     "Score",
+    "StepEvent",
     "UserError",
     "export",
     "generate",

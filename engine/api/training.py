@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import torch
-
 from engine.api.given import Data, Given, Reward, names_of
 from engine.api.interrupts import briefly_interrupted
-from engine.api.process import require_no_group
+from engine.api.process import training_alone
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
-from engine.errors import UserError
 from engine.telemetry.format import short_path
 from engine.telemetry.listener import RunListener
 from engine.training import trainer
@@ -32,13 +28,16 @@ def train(
 ) -> RunSummary:
     """Trains as configured, in this process, or as one rank where torchrun started it.
 
+    In the main thread it answers signals: Ctrl-C, SIGTERM and SIGUSR1 stop the run after the step under way and save
+    it. In another thread it leaves them alone; `RunListener.stop` stops the run there, as anywhere.
+
     Records that are given here are read once, to their end, and give the rows of the same records in a JSONL file. The
     saved run knows their rows by a hash alone: to resume it, give them again, and a difference is reported. Under
     torchrun every rank gives the same arguments; rank 0 alone calls `rewards`.
 
     Args:
         config: of `load_config`.
-        listener: hears, on every rank, when things happen: steps, evaluations, the end.
+        listener: hears of steps, evaluations, checkpoints and the end, and may stop the run.
         data: training samples, in place of data.train: a list, an iterator or a `datasets.Dataset` of mappings with the
             fields that a file's records have, a function without arguments that returns one of these, or the path of a
             file. An iterator without a length may give 1,000,000 records. Images are paths, relative to the current
@@ -49,28 +48,20 @@ def train(
             thread of this process, or entries of rollout.rewards; each alone, or in a pair with its weight.
 
     Returns:
-        The results of the run. `run_dir` is its folder; `stopped` says which of a scheduler's signals stopped it, None
-        at its end.
+        The results of the run. `run_dir` is its folder; `stopped` says what stopped it, such as "stop()" or a
+        scheduler's signal, None at its end.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; where steps had been taken, after the run was saved.
         UserError: something in the configuration, the model or the data cannot work, or another rank is lost. With one
             process the next call starts afresh; as a rank of several, let the process end.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise UserError("train was called in a thread, but it answers signals: call it in the main thread.")
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    require_no_group()
     given = Given(data=data, mix=mix, validation=validation, rewards=rewards)
-    try:
-        with ExitStack() as opened:
-            config, supplied = given.put_into(config, opened)
-            check_config(config)
-            check_files(config, names_of(supplied))
-            summary = trainer.train(config, listener, supplied=supplied)
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
+    with training_alone(), ExitStack() as opened:
+        config, supplied = given.put_into(config, opened)
+        check_config(config)
+        check_files(config, names_of(supplied))
+        summary = trainer.train(config, listener, supplied=supplied)
     if summary.interrupted:
         raise KeyboardInterrupt(f"stopped after step {summary.steps} of the run in {short_path(summary.run_dir)}")
     return summary

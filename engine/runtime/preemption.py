@@ -41,6 +41,8 @@ from engine.telemetry.interrupts import SAME_PRESS_SECONDS, is_ignored
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CTRL_C = "Ctrl-C"
 """The reason of a stop that a user asked for, whichever rank heard of it."""
+BY_PROGRAM = "stop()"
+"""The reason of a stop that the program asked for."""
 SAME_SECONDS = 3.0
 """A scheduler's signals so close to the first are the first, forwarded; a user may press Ctrl-C again much sooner."""
 ANSWER_SECONDS = 15.0
@@ -216,8 +218,9 @@ class Preemption:
             return self._passed
 
     def _announce(self) -> None:
-        again = "press it again to end at once" if self.reason == CTRL_C else "a second signal ends it at once"
-        self._say(f"{self.reason}: the run stops after the step under way and saves; {again}")
+        again = "; press it again to end at once" if self.reason == CTRL_C else "; a second signal ends it at once"
+        more = "" if self.reason == BY_PROGRAM else again
+        self._say(f"{self.reason}: the run stops after the step under way and saves{more}")
 
     def _set_deadline(self) -> None:
         """Gives the thread with the store the time that it may take, and once more that of the last word."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from engine.config.train import TrainOptions
 from engine.distributed.operations import cuda_mark
 from engine.runtime.launch import Launch, connect_to_store, open_file_warning
-from engine.runtime.preemption import Preemption
+from engine.runtime.preemption import BY_PROGRAM, Preemption
 from engine.runtime.watchdog import Watchdog
 from engine.telemetry.output import say
 
@@ -31,8 +32,8 @@ class Supervision:
         self._watchdog: Watchdog | None = None
 
     def start(self, step: int) -> None:
-        """Begins to watch, before the first place where the run may stop; in the main thread. Does nothing where it has
-        begun.
+        """Begins to watch, before the first place where the run may stop; for signals in the main thread alone, since
+        they cannot be handled in another. Does nothing where it has begun.
 
         Raises:
             CommunicationError: the store's host does not answer.
@@ -52,11 +53,15 @@ class Supervision:
             mark=cuda_mark if self._launch.device.type == "cuda" else None,
         )
         self._watchdog.step = step
-        self._preemption.listen()
+        if threading.current_thread() is threading.main_thread():
+            self._preemption.listen()
         self._watchdog.start()
 
-    def check(self, step: int) -> None:
+    def check(self, step: int, *, wants_stop: bool = False) -> None:
         """Marks a place where the run may stop, after `step` steps; every rank passes the same ones in the same order.
+
+        Args:
+            wants_stop: this rank's program has asked the run to stop.
 
         Raises:
             Preempted: it stops here.
@@ -64,6 +69,8 @@ class Supervision:
         """
         assert self._watchdog is not None
         self._watchdog.passed(step)
+        if wants_stop:
+            self._preemption.request(BY_PROGRAM)
         if self._preemption.tick():
             raise Preempted(self._preemption.reason)
 

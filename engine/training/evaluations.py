@@ -11,6 +11,7 @@ from engine.config.run import RunConfig
 from engine.data.loader import EvalLoader
 from engine.objectives.objective import Objective, figures_to_show
 from engine.telemetry.format import format_duration
+from engine.telemetry.listener import EvaluationEvent
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.evaluate import evaluate, is_due
@@ -101,32 +102,34 @@ class Evaluations:
         """The reason why the newest evaluation ends the run; None where it does not."""
         return ending(self.best, target=self._options.target_eval_loss, patience=self._options.early_stopping_patience)
 
-    def run(self, step: int, check: Callable[[], None]) -> float:
-        """Evaluates.
+    def run(self, step: int, consumed: int, check: Callable[[], None]) -> EvaluationEvent:
+        """Evaluates, and counts the outcome as one of the run's own evaluations.
 
         Args:
-            step: steps taken.
+            step, consumed: steps taken, and samples of training data.
             check: called between groups of micro-batches; may leave the evaluation with an exception.
-
-        Returns:
-            The seconds it took.
         """
-        assert self._loader is not None
-        training, began = self._training, time.monotonic()
-        loss, *metrics = evaluate(training.stages, self._loader, training.mesh, progress=lambda _: check())
-        seconds = time.monotonic() - began
-        more = training.objective.named(metrics)
-        self.best.take(step, loss, min_delta=self._options.early_stopping_min_delta)
-        self.losses.append((step, loss))
-        self._metrics.evaluation(step=step, eval_loss=loss, seconds=seconds, **more)
-        shown = _format_metrics(training.objective, more)
-        self._say(f"step {step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
+        found = self.evaluated(step, consumed, check)
+        self.best.take(step, found.loss, min_delta=self._options.early_stopping_min_delta)
+        self.losses.append((step, found.loss))
         if self.ending == "patience":
             self._say(
                 f"step {step}: the evaluation loss has not come below {self.best.mark:.4f} for {self.best.misses} "
                 "evaluations: early stopping (train.early_stopping_patience)"
             )
-        return seconds
+        return found
+
+    def evaluated(self, step: int, consumed: int, check: Callable[[], None]) -> EvaluationEvent:
+        """Evaluates, and writes and says the outcome; arguments as for `run`."""
+        assert self._loader is not None
+        training, began = self._training, time.monotonic()
+        loss, *metrics = evaluate(training.stages, self._loader, training.mesh, progress=lambda _: check())
+        seconds = time.monotonic() - began
+        more = training.objective.named(metrics)
+        self._metrics.evaluation(step=step, eval_loss=loss, seconds=seconds, **more)
+        shown = _format_metrics(training.objective, more)
+        self._say(f"step {step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
+        return EvaluationEvent(step=step, samples=consumed, loss=loss, seconds=seconds, figures=more)
 
 
 def ending(best: BestLoss, *, target: float | None, patience: int | None) -> Ending | None:

@@ -76,6 +76,7 @@ class PreparedRun:
                 tokenizer=trained_tokenizer(config, data.tokenizer),
                 say=say,
                 metrics=metrics,
+                saved=listener.saved,
             )
         )
         self.evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)

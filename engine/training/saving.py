@@ -22,6 +22,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.telemetry.format import format_bytes, short_path
+from engine.telemetry.listener import CheckpointEvent
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.evaluations import BestLoss
@@ -49,6 +50,7 @@ class StateSaver:
         tokenizer: of the training data.
         say: prints a line on rank 0.
         metrics: gets a record of each checkpoint.
+        saved: hears of each checkpoint that is complete, on rank 0.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class StateSaver:
         tokenizer: TrainedTokenizer,
         say: Callable[[str], None],
         metrics: MetricsWriter,
+        saved: Callable[[CheckpointEvent], None],
     ) -> None:
+        self._saved = saved
         self._config, self._training, self._data = config, training, data
         self._tokenizer = tokenizer
         self._say, self._metrics, self._is_first = say, metrics, launch.rank == 0
@@ -189,6 +193,15 @@ class StateSaver:
         if report.problem is not None:
             self._say(f"warning: {report.problem}")
         self._metrics.write({"step": report.step, "save_pause_seconds": report.pause, "save_seconds": report.seconds})
+        self._saved(
+            CheckpointEvent(
+                step=report.step,
+                path=report.path,
+                num_bytes=report.num_bytes,
+                seconds=report.seconds,
+                pause=report.pause,
+            )
+        )
 
 
 def _in_background(work: Callable[[], str | None]) -> Future[str | None]:

@@ -115,7 +115,7 @@ class Trainer:
         run.reporter.begin(self.step, self._consumed)
         with closing(run.source.stream(self.step, self._consumed, run.step_plan.steps - self.step)) as stream:
             for rows in stream:
-                run.supervision.check(self.step)
+                self._check()
                 yield from self._take(rows)
                 if rows.is_followed_by_work:
                     run.reporter.catch_up()
@@ -124,6 +124,10 @@ class Trainer:
                 if self._save_is_due():
                     self._save(last=self.step == run.step_plan.steps)
                 run.saver.report()
+
+    def _check(self) -> None:
+        """Marks a place where the run may stop; see `Supervision.check`."""
+        self._run.supervision.check(self.step, wants_stop=self._run.listener.wants_stop)
 
     def _take(self, rows: StepRows) -> Generator[Wanted, StepResult, None]:
         """Has one step handed to the device, and reports the step before it."""
@@ -195,8 +199,9 @@ class Trainer:
     def _evaluate(self) -> None:
         run, evaluations = self._run, self._run.evaluations
         run.listener.block_stopped(self._consumed)
-        run.clock.leave_out(evaluations.run(self.step, lambda: run.supervision.check(self.step)))
-        run.listener.evaluated(self._consumed, evaluations.losses[-1][1])
+        found = evaluations.run(self.step, self._consumed, self._check)
+        run.clock.leave_out(found.seconds)
+        run.listener.evaluated(found)
         if self._config.checkpoint.keep_best and evaluations.best.step == self.step > 0:
             run.saver.note_best(self.step, evaluations.best.loss)
         if evaluations.ending is None and self.step < run.step_plan.steps:
@@ -266,6 +271,9 @@ def train(
         if trainer is not None and trainer.interrupted_before_a_step:
             raise KeyboardInterrupt from error  # ranks that had not begun to listen have ended by it
         raise LostRankError(lost_rank(error, None if trainer is None else trainer.step, config)) from error
+    finally:
+        if listener is not None:
+            listener.wants_stop = False
     stop()
     if summary.stopped is None:
         log.info("done")

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from engine.errors import UserError
-from engine.telemetry.listener import RunListener, RunStatus
+from engine.telemetry.listener import EvaluationEvent, RunListener, RunStatus, StepEvent
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,12 +176,12 @@ class MlperfLog(RunListener):
         self._samples, self._in_block = samples, False
         self._end("block_stop", samples=samples)
 
-    def reported(self, samples: int, *, loss: float, lr: float) -> None:
-        self._samples = samples
-        self._event("train_loss", loss, samples=samples, lr=lr)
+    def reported(self, event: StepEvent) -> None:
+        self._samples = event.samples
+        self._event("train_loss", event.loss, samples=event.samples, lr=event.lr)
 
-    def evaluated(self, samples: int, loss: float) -> None:
-        self._event("eval_accuracy", loss, samples=samples)
+    def evaluated(self, event: EvaluationEvent) -> None:
+        self._event("eval_accuracy", event.loss, samples=event.samples)
 
     def run_stopped(self, samples: int, status: RunStatus) -> None:
         if self._in_block:

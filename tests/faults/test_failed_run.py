@@ -15,7 +15,7 @@ from engine.config.run_files import LOCK
 from engine.distributed.transfer_meter import METER
 from engine.errors import UserError
 from engine.runtime.preemption import SIGNALS
-from engine.telemetry.listener import RunListener, RunStatus
+from engine.telemetry.listener import EvaluationEvent, RunListener, RunStatus, StepEvent
 from engine.telemetry.trackers import Ending, Trackers
 from engine.training.trainer import train
 from tests.wrong_inputs.workplace import Workplace, make_place
@@ -50,10 +50,10 @@ class FailingListener(RunListener):
     def data_read(self, *, train_samples: int, eval_samples: int, total_steps: int, accumulation: int) -> None:
         self._fail("data_read")
 
-    def reported(self, samples: int, *, loss: float, lr: float) -> None:
+    def reported(self, event: StepEvent) -> None:
         self._fail("reported")
 
-    def evaluated(self, samples: int, loss: float) -> None:
+    def evaluated(self, event: EvaluationEvent) -> None:
         self._fail("evaluated")
 
     def run_stopped(self, samples: int, status: RunStatus) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,19 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from engine.api import RunConfig, RunListener, UserError, export, generate, load_config, train
+from engine.api import (
+    CheckpointEvent,
+    EvaluationEvent,
+    RunConfig,
+    RunListener,
+    RunSummary,
+    StepEvent,
+    UserError,
+    export,
+    generate,
+    load_config,
+    train,
+)
 from engine.config.load import load_config as load_arguments
 from tests.support.commands import REPOSITORY, losses
 from tests.wrong_inputs.workplace import make_place
@@ -112,8 +125,8 @@ def test_again_and_again_in_one_process(place: Path) -> None:
         def __init__(self) -> None:
             self.losses: list[float] = []
 
-        def reported(self, samples: int, *, loss: float, lr: float) -> None:
-            self.losses.append(loss)
+        def reported(self, event: StepEvent) -> None:
+            self.losses.append(event.loss)
 
     heard = []
     for name, deterministic in (("a", True), ("b", False)):
@@ -168,19 +181,81 @@ def test_ways_to_a_configuration(place: Path) -> None:
     assert kinds.data.seq_length == 20, "a section's other options stay"
 
 
-def _in_a_thread() -> None:
-    seen: list[BaseException] = []
+class Records(RunListener):
+    """Keeps all that it hears, and stops the run after a step.
 
-    def call() -> None:
-        try:
-            train(load_config("run.yaml"))
-        except UserError as error:
-            seen.append(error)
+    Args:
+        stop_at: the step; 0 for none.
+    """
 
-    thread = threading.Thread(target=call)
+    def __init__(self, stop_at: int = 0) -> None:
+        self._stop_at = stop_at
+        self.steps: list[StepEvent] = []
+        self.evaluations: list[EvaluationEvent] = []
+        self.checkpoints: list[CheckpointEvent] = []
+
+    def reported(self, event: StepEvent) -> None:
+        self.steps.append(event)
+        if event.step == self._stop_at:
+            self.stop()
+
+    def evaluated(self, event: EvaluationEvent) -> None:
+        self.evaluations.append(event)
+
+    def saved(self, event: CheckpointEvent) -> None:
+        self.checkpoints.append(event)
+
+
+def test_events_have_the_figures_of_the_metrics_file(place: Path) -> None:
+    heard = Records()
+    more = {"data": {"validation": "train.jsonl"}, "train": {"eval_every": 3}, "checkpoint": {"every": 4}}
+    summary = train(load_config("run.yaml", **more), heard)  # type: ignore[arg-type]
+    written = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
+    steps = [record for record in written if "loss" in record]
+    assert len(steps) == 6
+    for event, record in zip(heard.steps, steps, strict=True):
+        named = asdict(event)
+        figures = named.pop("figures")
+        assert named.pop("samples") == 3 * event.step
+        assert named | figures | {"tokens_per_second": event.tokens_per_second} == record
+    evaluations = [record for record in written if "eval_loss" in record]
+    assert [(one.step, one.loss, one.seconds) for one in heard.evaluations] == [
+        (one["step"], one["eval_loss"], one["seconds"]) for one in evaluations
+    ]
+    assert [one.path for one in heard.checkpoints] == [
+        summary.run_dir / "checkpoints" / f"step_{step:08}" for step in (4, 6)
+    ]
+    assert all((one.path / "manifest.json").is_file() and one.num_bytes > 0 for one in heard.checkpoints)
+
+
+def test_stop_from_the_listener_and_in_a_thread(place: Path) -> None:
+    """Without signals, whose handlers only the main thread can set; what is stopped resumes to the same end."""
+    whole = train(load_config("run.yaml", checkpoint={"dir": "runs/whole"}))
+    found: list[RunSummary] = []
+    heard = Records(stop_at=2)
+    thread = threading.Thread(target=lambda: found.append(train(load_config("run.yaml"), heard)))
     thread.start()
     thread.join()
-    raise seen[0]
+    (stopped,) = found
+    assert stopped.stopped == "stop()" and 2 <= stopped.steps < 6 and not heard.wants_stop
+    assert (stopped.run_dir / "checkpoints" / f"step_{stopped.steps:08}").is_dir()
+    resumed = train(load_config("run.yaml"), heard)
+    assert resumed.stopped is None and resumed.steps == 6
+    assert losses(stopped.run_dir) == losses(whole.run_dir)
+
+    early = RunListener()
+    early.stop()
+    assert train(load_config("run.yaml", checkpoint={"dir": "runs/early"}), early).steps == 0
+
+
+def test_two_runs_at_a_time_are_refused(place: Path) -> None:
+    class TrainsAgain(RunListener):
+        def run_started(self) -> None:
+            train(load_config("run.yaml", checkpoint={"dir": "runs/other"}))
+
+    with pytest.raises(UserError, match=r"another run of this process trains: wait for it, or stop it"):
+        train(load_config("run.yaml"), TrainsAgain())
+    assert train(load_config("run.yaml")).steps == 6
 
 
 @pytest.mark.parametrize(
@@ -196,7 +271,6 @@ def _in_a_thread() -> None:
         (lambda: load_config(), "model.path is not set"),
         (lambda: load_config(RUN, optim={"warmup_steps": 3}), "remove one of the two"),
         (lambda: train(load_config(RUN, parallel={"tensor": 2})), "parallel.tensor"),
-        (_in_a_thread, "call it in the main thread"),
         (lambda: export("nowhere", "out"), "nowhere is not a folder"),
         (lambda: export("model", "out"), "is a base model without adapters"),
         (lambda: generate(None, ["a"]), "there is no model: give the folder"),

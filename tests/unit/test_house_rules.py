@@ -15,6 +15,7 @@ ENGINE = [path for path in SOURCES if path.startswith(("engine/", "triton_kernel
 PRODUCT = [path for path in SOURCES if path.startswith(("engine/", "triton_kernels/", "rankfold/", "tools/"))]
 
 PROCESS_WIDE = {
+    ("engine/api/process.py", "_TRAINING"): "a process trains one run at a time",
     ("engine/distributed/operations.py", "LOG"): "torch.distributed has one default group and one set of connections",
     ("engine/distributed/transfer_meter.py", "METER"): "the same; also measures collectives that are given no mesh",
     ("engine/telemetry/ending.py", "_joined"): "whether this process has joined others is a fact of the process",

@@ -21,6 +21,7 @@ from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.layers.module import shard_entries
+from engine.telemetry.listener import EvaluationEvent, StepEvent
 from engine.training.evaluate import is_due
 from examples.mlperf_llama2_70b_lora.mlperf_log import Disclosed, MlperfLog, Submission
 from tests.support.commands import REPOSITORY
@@ -209,9 +210,11 @@ def log_run(path: Path, example: SimpleNamespace, *, losses: list[float], seed: 
         samples = 0
         for number, loss in enumerate(losses):
             samples = 1536 + 384 * number
-            log.reported(samples, loss=1.0, lr=1e-4)
+            log.reported(
+                StepEvent(step=1, samples=samples, loss=1.0, lr=1e-4, grad_norm=1.0, tokens=1, seconds=1.0, memory=1)
+            )
             log.block_stopped(samples)
-            log.evaluated(samples, loss)
+            log.evaluated(EvaluationEvent(step=1, samples=samples, loss=loss, seconds=1.0))
             if loss > 0.925:
                 log.block_started(samples)
         if breaks:

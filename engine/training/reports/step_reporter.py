@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.config.log import LogOptions
 from engine.objectives.objective import figures_to_show
-from engine.telemetry.listener import RunListener
+from engine.telemetry.listener import RunListener, StepEvent
 from engine.telemetry.metrics import MetricsWriter, Value
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
@@ -211,7 +211,19 @@ class StepReporter:
             more={shown[name]: value for name, value in ready.of_rows.items() if name in shown}
             | figures_to_show(self._training.objective, named),
         )
-        self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
+        self._listener.reported(
+            StepEvent(
+                step=ready.step,
+                samples=ready.consumed,
+                loss=loss,
+                lr=ready.lr,
+                grad_norm=norm,
+                tokens=tokens,
+                seconds=seconds,
+                memory=memory,
+                figures=more,
+            )
+        )
         for observer in self._observers:
             observer.read(report)
 

@@ -10,6 +10,7 @@ printed here too. Impossible requests raise `UserError`, whose message is one se
 from engine.api.configuration import load_config
 from engine.api.exporting import export
 from engine.api.model import Completion, GenerationOptions, Model, Score, generate, load_model
+from engine.api.session import Session
 from engine.api.training import train
 from engine.config.run import RunConfig
 from engine.errors import UserError
@@ -26,6 +27,7 @@ __all__ = [
     "RunListener",
     "RunSummary",
     "Score",
+    "Session",
     "StepEvent",
     "UserError",
     "export",

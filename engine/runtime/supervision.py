@@ -84,3 +84,16 @@ class Supervision:
         self._preemption.close()
         if self._watchdog is not None:
             self._watchdog.close()
+
+
+class Unwatched(Supervision):
+    """The supervision of a run whose program takes its steps one by one, and may take its time between them: signals
+    are the program's own, and a pause is no hang."""
+
+    def start(self, step: int) -> None:
+        """Does nothing."""
+
+    def check(self, step: int, *, wants_stop: bool = False) -> None:
+        """Raises Preempted where the program, on each of its ranks, has asked the run to stop."""
+        if wants_stop:
+            raise Preempted(BY_PROGRAM)

@@ -10,7 +10,7 @@ from engine.checkpoint.tokenizer_files import end_tokens
 from engine.config.run import RunConfig
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
-from engine.runtime.supervision import Supervision
+from engine.runtime.supervision import Supervision, Unwatched
 from engine.seams import resolve
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
@@ -90,7 +90,7 @@ class PreparedRun:
             self.source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
         self.forecast: str | None = None
         """The line about the predicted memory; None on other ranks than 0."""
-        self._is_alone = supervision is None
+        self._is_alone = supervision is None or isinstance(supervision, Unwatched)
         observers = self._observers(opened)
         opened.callback(self.progress.close)
         self.supervision = supervision or Supervision(config.train, launch, folder.path)

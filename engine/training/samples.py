@@ -7,6 +7,7 @@ pass through the whole of its row, with its images. A few short samples cost as 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,17 +126,21 @@ class TextSamples:
 
     def run(self) -> list[tuple[str, str]]:
         """Returns each prompt and its continuation; the same on all ranks."""
-        rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
+        return list(zip(self._texts, self.continued(self._prompts, self._limit), strict=True))
+
+    def continued(self, prompts: Sequence[SamplePrompt], limit: int) -> list[str]:
+        """Returns the continuations of prompts, of at most `limit` tokens; the same on all ranks."""
+        rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in prompts]
         decoded: dict[Any, Any] = {}  # each image once, though every token takes a pass over all of its text
         while active := [row for row in rows if not row.ended]:
             found = list(zip(active, self._next(active, decoded), strict=True))
             push_all([(row.stream, token) for row, token in found if token not in self._ends])
             for row, token in found:
                 row.ids.append(token)
-                row.ended = token in self._ends or len(row.ids) == self._limit
+                row.ended = token in self._ends or len(row.ids) == limit
         for row in rows:
             row.stream.finish()
-        return list(zip(self._texts, (row.stream.text for row in rows), strict=True))
+        return [row.stream.text for row in rows]
 
     def _next(self, rows: list[_Row], decoded: dict[Any, Any]) -> list[int]:
         """Returns the most likely token after each row's text; all rows go through the pipeline together."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import NamedTuple
 
+from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
@@ -18,7 +20,7 @@ from engine.printable import quoted
 from engine.runtime.launch import start, stop, world_size_from_environment
 from engine.runtime.supervision import Preempted
 from engine.telemetry.format import counted, first_to_last, short_path
-from engine.telemetry.listener import RunListener, RunStatus
+from engine.telemetry.listener import EvaluationEvent, RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.training.observer import LaunchedStep
@@ -43,6 +45,10 @@ class Wanted(NamedTuple):
     lr: float
 
 
+Turns = Generator[Wanted | None, StepResult | None, RunSummary]
+"""A run without its steps; see `Trainer.turns`."""
+
+
 class Trainer:
     """Drives one prepared run on this rank."""
 
@@ -51,7 +57,8 @@ class Trainer:
         self.step, self._consumed = run.start.step, run.start.consumed
         self._saved = self.step
         self._sampled = -1 if run.start.point is None else self.step
-        self._take_step = run.training.step if run.training.graphs is None else run.training.graphs
+        self._evaluation: EvaluationEvent | None = None
+        """The newest."""
 
     def train(self) -> RunSummary:
         """Runs the steps, evaluations and saves, to the end or until a scheduler asks the run to stop.
@@ -69,10 +76,22 @@ class Trainer:
                 except StopIteration as end:
                     summary: RunSummary = end.value
                     return summary
-                result = self._take_step(wanted.rows.batches, wanted.rows.targets, wanted.lr)
+                assert wanted is not None
+                result = self.take(wanted)
 
-    def turns(self) -> Generator[Wanted, StepResult, RunSummary]:
+    def take(self, wanted: Wanted) -> StepResult:
+        """Takes an optimizer step: hands it to the device."""
+        training = self._run.training
+        take_step = training.step if training.graphs is None else training.graphs
+        result: StepResult = take_step(wanted.rows.batches, wanted.rows.targets, wanted.lr)
+        return result
+
+    def turns(self, *, pauses: bool = False) -> Turns:
         """Does all of the run but its steps, as `train`: yields each one, and is sent what it gave. To be closed.
+
+        Args:
+            pauses: yield None before the first step and when all that follows a step is done; a `Preempted` that is
+                thrown in there ends the run as a signal does.
 
         Raises:
             CommunicationError, UserError: as `train`.
@@ -82,7 +101,7 @@ class Trainer:
         begin, stopped = run.clock.now(), None
         run.supervision.start(self.step)
         try:
-            yield from self._steps()
+            yield from self._steps(pauses)
             run.reporter.finish(self.step, self._consumed)
             if run.evaluations.ending is None and run.evaluations.is_due(self.step, ends=True):
                 self._evaluate()
@@ -106,14 +125,16 @@ class Trainer:
         """Whether Ctrl-C came before this start has taken a step that could be lost."""
         return self.step == self._run.start.step and self._run.supervision.interrupted
 
-    def _steps(self) -> Generator[Wanted, StepResult, None]:
-        """Yields the steps, until the last one or until an evaluation ends the run."""
+    def _steps(self, pauses: bool) -> Generator[Wanted | None, StepResult | None, None]:
+        """Yields the steps, until the last one or until an evaluation ends the run; `pauses` as for `turns`."""
         run = self._run
         run.listener.block_started(self._consumed)
         if self._evaluate_in_turn():
             return
         run.reporter.begin(self.step, self._consumed)
         with closing(run.source.stream(self.step, self._consumed, run.step_plan.steps - self.step)) as stream:
+            if pauses:
+                yield None
             for rows in stream:
                 self._check()
                 yield from self._take(rows)
@@ -124,16 +145,19 @@ class Trainer:
                 if self._save_is_due():
                     self._save(last=self.step == run.step_plan.steps)
                 run.saver.report()
+                if pauses:
+                    yield None
 
     def _check(self) -> None:
         """Marks a place where the run may stop; see `Supervision.check`."""
         self._run.supervision.check(self.step, wants_stop=self._run.listener.wants_stop)
 
-    def _take(self, rows: StepRows) -> Generator[Wanted, StepResult, None]:
+    def _take(self, rows: StepRows) -> Generator[Wanted, StepResult | None, None]:
         """Has one step handed to the device, and reports the step before it."""
         run, lr = self._run, self._run.step_plan.rate(self.step)
         run.reporter.before(self.step + 1)
         result = yield Wanted(rows, lr)
+        assert result is not None
         self.step += 1
         self._consumed += rows.samples
         launched = LaunchedStep(
@@ -199,13 +223,39 @@ class Trainer:
     def _evaluate(self) -> None:
         run, evaluations = self._run, self._run.evaluations
         run.listener.block_stopped(self._consumed)
-        found = evaluations.run(self.step, self._consumed, self._check)
+        found = self._evaluation = evaluations.run(self.step, self._consumed, self._check)
         run.clock.leave_out(found.seconds)
         run.listener.evaluated(found)
         if self._config.checkpoint.keep_best and evaluations.best.step == self.step > 0:
             run.saver.note_best(self.step, evaluations.best.loss)
         if evaluations.ending is None and self.step < run.step_plan.steps:
             run.listener.block_started(self._consumed)
+
+    def evaluate_now(self, check: Callable[[], None]) -> EvaluationEvent:
+        """Evaluates the validation data between two steps, beside the run's own evaluations, which decide when it ends
+        and which checkpoint is the best; where there was one after this step, returns that. Collective.
+
+        Args:
+            check: called between groups of micro-batches; may leave the evaluation with an exception.
+        """
+        if self._evaluation is None or self._evaluation.step != self.step:
+            run = self._run
+            self._evaluation = run.evaluations.evaluated(self.step, self._consumed, check)
+            run.clock.leave_out(self._evaluation.seconds)
+            run.listener.evaluated(self._evaluation)
+        return self._evaluation
+
+    def save_now(self) -> Path:
+        """Saves between two steps, where the newest checkpoint is older; returns the checkpoint's folder. Collective.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        folder = checkpoint_folder(self._run.folder.path, self.step)
+        if self._saved != self.step or not (folder / MANIFEST).is_file():
+            self._save(last=True)
+        self._run.saver.finish()
+        return folder
 
     def _status(self, stopped: str | None) -> RunStatus:
         if stopped is not None:
@@ -275,6 +325,12 @@ def train(
         if listener is not None:
             listener.wants_stop = False
     stop()
+    say_end(summary, config, log, command)
+    return summary
+
+
+def say_end(summary: RunSummary, config: RunConfig, log: Log, command: Callable[..., str] | None = None) -> None:
+    """Logs how a run has ended; arguments as for `train`."""
     if summary.stopped is None:
         log.info("done")
     else:
@@ -284,7 +340,6 @@ def train(
         )
     for line in summary.lines():
         log.info(line)
-    return summary
 
 
 def _how_to_resume(summary: RunSummary, config: RunConfig, command: Callable[..., str] | None) -> str:

@@ -99,6 +99,8 @@ class StepReporter:
         """Tokens of the steps that were read in this start."""
         self.losses: list[tuple[int, float]] = []
         """Step and loss of the steps that were reported in this start."""
+        self.newest: StepEvent | None = None
+        """The newest of them."""
 
     def begin(self, step: int, consumed: int) -> None:
         """Starts the clock of the first report; see `Observer.begin`."""
@@ -211,19 +213,18 @@ class StepReporter:
             more={shown[name]: value for name, value in ready.of_rows.items() if name in shown}
             | figures_to_show(self._training.objective, named),
         )
-        self._listener.reported(
-            StepEvent(
-                step=ready.step,
-                samples=ready.consumed,
-                loss=loss,
-                lr=ready.lr,
-                grad_norm=norm,
-                tokens=tokens,
-                seconds=seconds,
-                memory=memory,
-                figures=more,
-            )
+        self.newest = StepEvent(
+            step=ready.step,
+            samples=ready.consumed,
+            loss=loss,
+            lr=ready.lr,
+            grad_norm=norm,
+            tokens=tokens,
+            seconds=seconds,
+            memory=memory,
+            figures=more,
         )
+        self._listener.reported(self.newest)
         for observer in self._observers:
             observer.read(report)
 

@@ -227,7 +227,14 @@ class Model:
 
     @briefly_interrupted
     def complete(self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]) -> list[Completion]:
-        """Continues as `generate` does, and returns the answers with their tokens and how likely these were."""
+        """Continues as `generate` does, and returns the answers with their tokens and how likely these were.
+
+        Args:
+            prompts, options: as for `generate`.
+
+        Raises:
+            UserError: as `generate`.
+        """
         return [
             Completion(
                 text=answer.text,
@@ -255,6 +262,10 @@ class Model:
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Iterator[str]:
         """Yields the answer to one prompt as it comes, in pieces that together are the text of `generate`.
+
+        Args:
+            prompt: see `Prompt`.
+            options: see `GenerationOptions`.
 
         Raises:
             UserError: as `generate`.

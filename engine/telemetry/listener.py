@@ -105,26 +105,54 @@ class RunListener:
         """Called when model and optimizer are built and warm. With train.synthetic_steps no data has been read yet."""
 
     def data_read(self, *, train_samples: int, eval_samples: int, total_steps: int, accumulation: int) -> None:
-        """Takes rows of the training and the validation data (0 for none), maximum steps, and micro-batches per
-        step.
+        """Called when the data are read and the steps planned.
+
+        Args:
+            train_samples: rows of the training data.
+            eval_samples: rows of the validation data; 0 for none.
+            total_steps: of the whole run, at most.
+            accumulation: micro-batches of a step on each rank.
         """
 
     def block_started(self, samples: int) -> None:
-        """Called when training starts or continues."""
+        """Called when training starts or continues.
+
+        Args:
+            samples: of training data consumed so far.
+        """
 
     def block_stopped(self, samples: int) -> None:
-        """Called when training pauses or has ended."""
+        """Called when training pauses or has ended.
+
+        Args:
+            samples: of training data consumed so far.
+        """
 
     def reported(self, event: StepEvent) -> None:
-        """Takes a step, one step late: while it is reported, the next one is computed. log.every says which steps."""
+        """Called for each step that log.every chooses, one step late: the next one is computed meanwhile.
+
+        Args:
+            event: the step.
+        """
 
     def evaluated(self, event: EvaluationEvent) -> None:
-        """Takes an evaluation, which is the same on all ranks."""
+        """Called after an evaluation.
+
+        Args:
+            event: the same on all ranks.
+        """
 
     def saved(self, event: CheckpointEvent) -> None:
-        """Takes a checkpoint when it is complete, which is between later steps if it is written beside training. On
-        rank 0 alone.
+        """Called on rank 0 when a checkpoint is complete, between later steps where it is written beside training.
+
+        Args:
+            event: the checkpoint.
         """
 
     def run_stopped(self, samples: int, status: RunStatus) -> None:
-        """Called when training has ended, before the last save. Not called where an error ends the run."""
+        """Called when training has ended, before the last save; not where an error ends the run.
+
+        Args:
+            samples: of training data consumed.
+            status: why it has ended.
+        """

@@ -34,29 +34,38 @@ from engine.training.module_plan import bare_mixers_line, fusing_lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """The results of a finished run. A loss is the mean over the target tokens of its own step or evaluation."""
+    """The results of a finished run. A loss is the mean over the target tokens of its own step or evaluation.
+
+    Args:
+        run_dir: its folder.
+        steps: taken in all starts together.
+        losses: step and loss of the first and the last reported step of this start; one entry, where there is only one.
+        loss_course: the loss at the beginning and at the end of this start, as a report shows it: means of a long run's
+            steps.
+        how_far: the share of the whole run that has been done.
+        eval_losses: step and loss of the first and the last evaluation of this start.
+        tokens, seconds: of this start's steps.
+        memory: peak bytes held by this rank.
+        data_stall: seconds that steps waited for data.
+        graphs: the counts of micro-batches that were replayed as a graph, and of others.
+        best: the best evaluation loss, and its checkpoint.
+        stopped: what stopped the run before its end: a signal, "Ctrl-C", "stop()" or "Session.close()"; None at its
+            end.
+    """
 
     run_dir: Path
     steps: int
     losses: tuple[tuple[int, float], ...] = ()
-    """Step and loss of the first and the last reported step of this start; one entry, where there is only one."""
     loss_course: str = ""
-    """The loss at the beginning and at the end of this start, as a report shows it: means of a long run's steps."""
     how_far: str = ""
-    """The share of the whole run that has been done."""
     eval_losses: tuple[tuple[int, float], ...] = ()
-    """The same of evaluations."""
     tokens: int = 0
     seconds: float = 0.0
     memory: int = 0
     data_stall: float = 0.0
-    """Seconds that steps waited for data."""
     graphs: str | None = None
-    """The counts of micro-batches that were replayed as a graph, and of others."""
     best: str | None = None
-    """The best evaluation loss, and its checkpoint."""
     stopped: str | None = None
-    """The signal that stopped the run before its end."""
 
     @property
     def interrupted(self) -> bool:
@@ -64,6 +73,7 @@ class RunSummary:
         return self.stopped == CTRL_C
 
     def lines(self) -> list[str]:
+        """Returns the lines of the log that show the results."""
         rows = [("run", self.how_far or how_far(self.steps, self.steps))]
         if self.loss_course:
             rows.append(("training loss", self.loss_course))

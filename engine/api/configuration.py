@@ -16,6 +16,7 @@ from engine.config.option_names import sections
 from engine.config.rollout import IN_PROGRAM
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
+from engine.config.snapshots import with_snapshots
 from engine.errors import UserError
 
 AnyPath = str | PathLike[str]
@@ -44,7 +45,7 @@ def load_config(source: AnyPath | Mapping[str, Any] | None = None, **options: An
     for name, value in given.items():
         named = {f"{name}.{key}": one for key, one in value.items()} if name in sections() else {name: value}
         arguments += [f"--{option}={_argument(one)}" for option, one in named.items()]
-    config = parse_config(arguments)
+    config = with_snapshots(parse_config(arguments))
     _check(config)
     return config
 

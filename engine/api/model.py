@@ -18,6 +18,7 @@ from engine.api.prompts import Messages, Prompt, PromptWriter
 from engine.batch import IGNORE_LABEL, InputRank
 from engine.choices import BaseDType
 from engine.config.command_line import named_as
+from engine.config.hub import local_folder
 from engine.config.model import DType, Kernels, ModelOptions
 from engine.config.run import RunConfig
 from engine.data.collate import rank_batch
@@ -46,7 +47,8 @@ _KEYWORDS = {
     "--tensor": "tensor", "--pipeline": "pipeline", "--expert": "expert", "--dtype": "dtype",
     "--base-dtype": "base_dtype", "--kernels": "kernels", "--max-new-tokens": "max_new_tokens",
     "--temperature": "temperature", "--top-k": "top_k", "--top-p": "top_p", "--min-p": "min_p",
-    "--repetition-penalty": "repetition_penalty", "--seed": "seed", "--stop": "stop_texts", "--batch": "batch",
+    "--repetition-penalty": "repetition_penalty", "--seed": "seed", "--stop": "stop_texts",
+    "--batch": "batch", "--download": "download=True",
     "rankfold generate --image": "a record with images",
 }  # fmt: skip
 """A flag of `rankfold generate` -> the keyword here."""
@@ -439,11 +441,13 @@ def load_model(
     dtype: DType | None = None,
     base_dtype: BaseDType | None = None,
     kernels: Kernels = "auto",
+    download: bool = False,
 ) -> Model:
     """Opens a model for generation; several ranks share it.
 
     Args:
-        model: Hugging Face folder or partitioned base; None takes the base that the run in `adapter` records.
+        model: Hugging Face folder, its name on the hub, or partitioned base; None takes the base that the run in
+            `adapter` records.
         adapter: folder of a PEFT adapter, of a run or of its checkpoint, which is not merged; None for the model alone.
         step: checkpoint of the run in `adapter`, or "best" for that of the lowest evaluation loss; None for the newest.
         tokenizer: its folder or file; None for the one that the adapter was trained with, else the model's.
@@ -457,6 +461,7 @@ def load_model(
         dtype: of weights and arithmetic; None for float32 on a CPU and bfloat16 on a GPU.
         base_dtype: storage format of the layers' linears, such as "nf4"; None for `dtype`.
         kernels: backend of the ops.
+        download: whether a model, adapter or tokenizer that is named as on the Hugging Face hub may be downloaded.
 
     Returns:
         The model; close it, or use it as a context manager.
@@ -466,10 +471,10 @@ def load_model(
     """
     with named_as(_KEYWORDS):
         choice = ModelChoice(
-            path=_path(model),
-            adapter=_path(adapter),
+            path=local_folder(_path(model), download=download),
+            adapter=local_folder(_path(adapter), download=download, need="adapter"),
             step=step,
-            tokenizer=_path(tokenizer),
+            tokenizer=local_folder(_path(tokenizer), download=download, need="tokenizer"),
             tensor=tensor,
             pipeline=pipeline,
             expert=expert,

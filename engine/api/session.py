@@ -20,6 +20,7 @@ from engine.api.process import training_alone
 from engine.api.prompts import Prompt, PromptWriter
 from engine.config.rules import check_config, check_files, check_world
 from engine.config.run import RunConfig
+from engine.config.snapshots import with_snapshots
 from engine.distributed.collectives import barrier
 from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError, UserError
@@ -80,6 +81,7 @@ class Session:
         self._summary: RunSummary | None = None
         with training_alone(), self._released_on_error("as it was opened"):
             config, supplied = given.put_into(config, self._opened)
+            config = with_snapshots(config)  # for data that is named here
             check_config(config)
             check_files(config, names_of(supplied))
             check_world(config, world_size_from_environment())

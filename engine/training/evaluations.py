@@ -102,14 +102,9 @@ class Evaluations:
         """The reason why the newest evaluation ends the run; None where it does not."""
         return ending(self.best, target=self._options.target_eval_loss, patience=self._options.early_stopping_patience)
 
-    def run(self, step: int, consumed: int, check: Callable[[], None]) -> EvaluationEvent:
-        """Evaluates, and counts the outcome as one of the run's own evaluations.
-
-        Args:
-            step, consumed: steps taken, and samples of training data.
-            check: called between groups of micro-batches; may leave the evaluation with an exception.
-        """
-        found = self.evaluated(step, consumed, check)
+    def count(self, found: EvaluationEvent) -> None:
+        """Counts an evaluation as one of the run's own, which decide when it ends and which checkpoint is the best."""
+        step = found.step
         self.best.take(step, found.loss, min_delta=self._options.early_stopping_min_delta)
         self.losses.append((step, found.loss))
         if self.ending == "patience":
@@ -117,10 +112,14 @@ class Evaluations:
                 f"step {step}: the evaluation loss has not come below {self.best.mark:.4f} for {self.best.misses} "
                 "evaluations: early stopping (train.early_stopping_patience)"
             )
-        return found
 
-    def evaluated(self, step: int, consumed: int, check: Callable[[], None]) -> EvaluationEvent:
-        """Evaluates, and writes and says the outcome; arguments as for `run`."""
+    def run(self, step: int, consumed: int, check: Callable[[], None]) -> EvaluationEvent:
+        """Evaluates, and writes and says the outcome.
+
+        Args:
+            step, consumed: steps taken, and samples of training data.
+            check: called between groups of micro-batches; may leave the evaluation with an exception.
+        """
         assert self._loader is not None
         training, began = self._training, time.monotonic()
         loss, *metrics = evaluate(training.stages, self._loader, training.mesh, progress=lambda _: check())

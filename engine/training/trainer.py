@@ -223,24 +223,22 @@ class Trainer:
     def _evaluate(self) -> None:
         run, evaluations = self._run, self._run.evaluations
         run.listener.block_stopped(self._consumed)
-        found = self._evaluation = evaluations.run(self.step, self._consumed, self._check)
-        run.clock.leave_out(found.seconds)
-        run.listener.evaluated(found)
+        evaluations.count(self.evaluate_now(self._check))
         if self._config.checkpoint.keep_best and evaluations.best.step == self.step > 0:
             run.saver.note_best(self.step, evaluations.best.loss)
         if evaluations.ending is None and self.step < run.step_plan.steps:
             run.listener.block_started(self._consumed)
 
     def evaluate_now(self, check: Callable[[], None]) -> EvaluationEvent:
-        """Evaluates the validation data between two steps, beside the run's own evaluations, which decide when it ends
-        and which checkpoint is the best; where there was one after this step, returns that. Collective.
+        """Evaluates the validation data between two steps, without counting it among the run's own evaluations; where
+        there was one after this step, returns that. Collective.
 
         Args:
             check: called between groups of micro-batches; may leave the evaluation with an exception.
         """
         if self._evaluation is None or self._evaluation.step != self.step:
             run = self._run
-            self._evaluation = run.evaluations.evaluated(self.step, self._consumed, check)
+            self._evaluation = run.evaluations.run(self.step, self._consumed, check)
             run.clock.leave_out(self._evaluation.seconds)
             run.listener.evaluated(self._evaluation)
         return self._evaluation

@@ -34,6 +34,7 @@ from engine.api import (
     train,
 )
 from engine.config.load import load_config as load_arguments
+from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.commands import REPOSITORY, losses
 from tests.wrong_inputs.workplace import make_place
 
@@ -79,12 +80,15 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return [{key: record[key] for key in kept} for record in map(json.loads, lines) if "loss" in record]
 
 
-def test_the_ten_lines(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) == 10
+def test_the_guide(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of the page's program, whose first lines are what the command does."""
+    write_character_tokenizer(place / "model", chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
+    first, *others = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len([line for line in first.splitlines() if line.strip()]) == 10
     before = signal.getsignal(signal.SIGTERM)
     capsys.readouterr()
-    exec(compile(code, "docs/python.md", "exec"), {})
+    program: dict[str, Any] = {}
+    exec(compile(first, "docs/python.md", "exec"), program)
     printed = capsys.readouterr().out.splitlines()
     assert signal.getsignal(signal.SIGTERM) is before and not dist.is_initialized()
 
@@ -93,8 +97,8 @@ def test_the_ten_lines(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     records = _records(Path("runs/mine"))
     assert len(records) == 6 and records == _records(Path("runs/command"))
-    heard = [line for line in printed if " samples, loss " in line]
-    assert heard == [f"{3 * record['step']} samples, loss {record['loss']:.4f}" for record in records]
+    heard = [line for line in printed if line.startswith("step ") and ", loss " in line]
+    assert heard == [f"step {record['step']}, loss {record['loss']:.4f}" for record in records]
 
     answer = _command(
         "generate", "--model", "model", "--adapter", "runs/command", "--prompt", "Once upon a time",
@@ -102,6 +106,10 @@ def test_the_ten_lines(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     assert answer.splitlines() == printed[-len(answer.splitlines()) :]
     assert _opened_by_peft() > 0
+    for block in others:
+        exec(compile(block, "docs/python.md", "exec"), program)
+    assert program["summary"].stopped == "stop()" and program["run"].steps == 3
+    assert (place / "session-adapter" / "adapter_config.json").is_file()
 
 
 def _opened_by_peft() -> float:

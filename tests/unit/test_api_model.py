@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.api import Model, UserError, export, generate, load_config, load_model, train
+from tests.support.character_tokenizer import write_character_tokenizer
 from tests.wrong_inputs.workplace import RECORDS, make_place
 
-PROMPT, END = "abab cab", "<end>"
+PROMPT = "abab cab"
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """A tokenizer of characters, to which a chat template can be given."""
-    characters = [END, *"abcdefghijklmnopqrstuvwxyz .:?"]
-    tokenizer = Tokenizer(models.WordLevel({one: number for number, one in enumerate(characters)}, unk_token=END))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    tokenizer.add_special_tokens([END])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a model and a trained run and its adapter, which is the current one."""
     folder = make_place(tmp_path_factory.mktemp("api") / "place").folder
     shutil.rmtree(folder / "adapter")
-    (folder / "model" / "tokenizer.model").unlink()
-    _write_tokenizer(folder / "model")
+    write_character_tokenizer(folder / "model")
     (folder / "template.jinja").write_text(TEMPLATE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -132,6 +132,12 @@ def test_steps_on_completions(tmp_path: Path) -> None:
         found.append(_records(run.run_dir, "loss"))
     assert found[0] == found[1]
 
+    rare = load_config(
+        settings, data={"packing": True}, checkpoint={"dir": str(tmp_path / "rare"), "every": 1}, log={"every": 3}
+    )
+    with Session(rare, rewards=[ones]) as run:
+        assert [run.step().step, run.step(2).step, run.step().step] == [1, 3, 4], "whatever is reported and saved"
+
 
 class Presses(RunListener):
     """Presses Ctrl-C in steps, and in evaluations that were asked for."""
@@ -186,17 +192,17 @@ def test_an_evaluation_is_left(place: Path) -> None:
     heard = Heard()
     with Session(_config("left"), heard, **GIVEN) as run:
         run.step()
-        evaluate = run._run.evaluations.evaluated
+        evaluate = run._run.evaluations.run
 
         def pressed(step: int, consumed: int, check: Any) -> EvaluationEvent:
             signal.raise_signal(signal.SIGINT)
             return evaluate(step, consumed, check)
 
-        run._run.evaluations.evaluated = pressed  # type: ignore[method-assign]
+        run._run.evaluations.run = pressed  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt, match="the session is still open"):
             run.evaluate()
         assert heard.evaluations == 1, "that before the first step"
-        run._run.evaluations.evaluated = evaluate  # type: ignore[method-assign]
+        run._run.evaluations.run = evaluate  # type: ignore[method-assign]
         assert run.evaluate().step == 1 and run.step().step == 2
 
 

@@ -90,6 +90,8 @@ class StepReporter:
         self._metrics, self._progress, self._listener = metrics, progress, listener
         self._observers = tuple(observers)
         self._unread: _Unread | None = None
+        self._left_out: _Unread | None = None
+        """The newest step, where log.every left it out."""
         self._since = clock.now()
         self._rows, self._step_tokens = 0, 0
         """Since the previous report."""
@@ -170,14 +172,19 @@ class StepReporter:
     def _read(self, newest: _Unread | None, *, last: bool) -> None:
         ready, self._unread = self._unread, newest
         if ready is None:
+            if last and self._left_out is not None:
+                self._report(self._left_out)
             return
         self.tokens += ready.tokens
         self._step_tokens += ready.tokens
         self._rows += ready.rows
         if ready.step % self._every == 0 or last:
             self._report(ready)
+        else:
+            self._left_out = ready
 
     def _report(self, ready: _Unread) -> None:
+        self._left_out = None
         loss, norm, loss_scale, metrics = ready.figures.read()
         self.losses.append((ready.step, loss))
         rows, tokens, seconds = self._rows, self._step_tokens, ready.finished - self._since

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
@@ -56,6 +55,10 @@ class Trainer:
         self._run, self._config = run, run.config
         self.step, self._consumed = run.start.step, run.start.consumed
         self._saved = self.step
+        begins_at = checkpoint_folder(run.folder.path, self.step).resolve()
+        is_own = run.start.point is not None and run.start.point.path.resolve() == begins_at
+        self._kept = self.step if is_own else -1
+        """The step of the newest checkpoint in the run's folder; -1 without one."""
         self._sampled = -1 if run.start.point is None else self.step
         self._evaluation: EvaluationEvent | None = None
         """The newest."""
@@ -249,11 +252,10 @@ class Trainer:
         Raises:
             UserError: it cannot be written.
         """
-        folder = checkpoint_folder(self._run.folder.path, self.step)
-        if self._saved != self.step or not (folder / MANIFEST).is_file():
+        if self._kept != self.step:
             self._save(last=True)
         self._run.saver.finish()
-        return folder
+        return checkpoint_folder(self._run.folder.path, self.step)
 
     def _status(self, stopped: str | None) -> RunStatus:
         if stopped is not None:
@@ -279,7 +281,7 @@ class Trainer:
                 last=last,
             )
         )
-        self._saved = self.step
+        self._saved = self._kept = self.step
 
 
 def train(

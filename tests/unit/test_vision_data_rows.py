@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file
 
 from engine.batch import IGNORE_LABEL, Batch
@@ -20,6 +22,7 @@ from engine.data.hold_out import hold_out
 from engine.data.loader import DataLoader
 from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.data.preview import first_documents, preview
+from engine.data.python_records import PythonRecords
 from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
@@ -145,6 +148,37 @@ def test_every_way_to_write_a_record_gives_the_originals_tokens(form: str, tmp_p
         dataset.extra(VisionColumns) is not None
         and dataset.extra(VisionColumns).spans.tolist() == case["training_image_bound"]
     )
+
+
+def test_images_in_memory_give_the_rows_of_their_files(tmp_path: Path) -> None:
+    """Pillow's, and the bytes that `datasets` keeps, whatever the form of the record."""
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
+    folder = copy_images("minicpm-v-2", tmp_path)
+    file = folder / "a.png"
+    held: list[Any] = [Image.open(file), {"bytes": file.read_bytes(), "path": None}, file]
+
+    def with_image(value: Any, image: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: with_image(one, image) for key, one in value.items()}
+        return (
+            [with_image(one, image) for one in value]
+            if isinstance(value, list)
+            else image
+            if value == "a.png"
+            else value
+        )
+
+    for name in ("minicpm", "swift", "parts", "parts and a list"):
+        expected = batch_of(minicpm(tmp_path, records=[FORMS[name]]), [0]).part(Images)
+        for image in held:
+            with PythonRecords("data", [with_image(FORMS[name], image)]) as source:
+                dataset = build_texts(source, tokenizer=tokenizer, seq_length=LENGTH, images=images)
+                batch = batch_of(dataset, [0])
+            found = batch.part(Images)
+            assert found is not None and expected is not None
+            for field in fields(expected):
+                own, other = getattr(found, field.name), getattr(expected, field.name)
+                assert torch.equal(own, other) if isinstance(own, torch.Tensor) else own == other, (name, field.name)
 
 
 def test_packed_rows_have_the_originals_labels_places_and_pixels(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.api import RunConfig, UserError, load_config, train
+from engine.rollouts.rewards.program_functions import CallFailed, ProgramFunction
 from tests.support.commands import losses
 from tests.support.rollout_runs import rollout_settings
 from tests.wrong_inputs.workplace import RECORDS, make_place
@@ -157,3 +159,29 @@ def test_an_error_in_a_generator_is_the_programs_own(place: Path) -> None:
     with pytest.raises(LookupError, match="of the program"):
         train(_config("no"), data=records, validation=RECORDS)
     assert train(_config("yes"), data=RECORDS, validation=RECORDS).steps == 4, "the process can go on"
+
+
+def test_a_reward_may_change_what_it_is_given_or_hang() -> None:
+    request = {
+        "prompts": [[{"role": "user"}]],
+        "completions": ["a"],
+        "completion_ids": [[1]],
+        "columns": {"x": [["b"]]},
+    }
+    before = json.dumps(request)
+    released = threading.Event()
+
+    def changes(prompts: list[Any], completions: list[str], x: list[list[str]]) -> list[float]:
+        prompts[0].clear()
+        return [float(len(x[0].pop()))]
+
+    def hangs(completions: list[str]) -> list[float]:
+        released.wait(30)
+        return [1.0]
+
+    assert ProgramFunction(changes, ["x"], 30).call(request) == [1.0] and json.dumps(request) == before
+    function = ProgramFunction(hangs, ["x"], 0.05)
+    with pytest.raises(CallFailed, match="did not come to an end within 0.05 s") as failed:
+        function.call(request)
+    assert failed.value.hung and function.call_seconds >= 0.05
+    released.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from engine.api import (
+    CheckpointEvent,
     EvaluationEvent,
     RunConfig,
     RunListener,
@@ -61,7 +63,13 @@ def _weights(run_dir: Path, step: int) -> dict[str, bytes]:
 
 def test_steps_are_those_of_train(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = train(_config("whole"), **GIVEN)
-    with Session(_config("steps"), **GIVEN) as run:
+    saved: list[int] = []
+
+    class Saves(RunListener):
+        def saved(self, event: CheckpointEvent) -> None:
+            saved.append(event.step)
+
+    with Session(_config("steps"), Saves(), **GIVEN) as run:
         assert (run.steps, run.total_steps, run.summary) == (0, 6, None)
         first = run.step()
         before = run.generate([PROMPT, [3, 4]], max_new_tokens=5)
@@ -78,6 +86,7 @@ def test_steps_are_those_of_train(place: Path, capsys: pytest.CaptureFixture[str
             run.step()
         assert run.generate([PROMPT], max_new_tokens=5) != []
     assert run.summary is not None and run.summary.stopped is None and run.close() is run.summary
+    assert saved == [1, 3, 6], "each once"
     assert _records(run.run_dir, "loss") == _records(expected.run_dir, "loss")
     assert [first.loss, third.loss, last.loss] == [
         _records(expected.run_dir, "loss")[step - 1]["loss"] for step in (1, 3, 6)
@@ -94,10 +103,18 @@ def test_steps_are_those_of_train(place: Path, capsys: pytest.CaptureFixture[str
 def test_closed_before_its_end_it_resumes(place: Path) -> None:
     whole = train(_config("whole", deterministic=True), **GIVEN)
     assert not torch.are_deterministic_algorithms_enabled()
-    run = Session(_config("parts", deterministic=True), **GIVEN)
-    other = Session(_config("other"), **GIVEN)  # beside it
+    modes: list[bool] = []
+
+    class Modes(RunListener):
+        def reported(self, event: StepEvent) -> None:
+            modes.append(torch.are_deterministic_algorithms_enabled())
+
+    run = Session(_config("parts", deterministic=True), Modes(), **GIVEN)
+    other = Session(_config("other"), Modes(), **GIVEN)  # beside it
     run.step(2)
-    other.step()
+    time.sleep(1)
+    assert other.step().seconds < 1, "what is between two steps is of none"
+    assert modes == [True, True, False]
     assert run.close().stopped == "Session.close()" and other.close().steps == 1
     with pytest.raises(ZeroDivisionError), Session(_config("parts", deterministic=True), **GIVEN) as run:
         assert run.steps == 2

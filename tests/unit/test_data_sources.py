@@ -16,6 +16,7 @@ from PIL import Image
 
 from engine.data import python_records
 from engine.data.python_records import PythonRecords
+from engine.data.sources import without_nulls
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
@@ -76,13 +77,15 @@ def test_rows_are_those_of_a_file(kind: str, tmp_path: Path, tokenizer: Tokenize
 
 
 def test_a_column_of_a_table_that_a_record_lacks(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    mixed = [{"prompt": "a", "level": 1}, {"prompt": "b"}]
-    tools = [{"messages": [ASKED, {"role": "assistant", "content": "a", "name": "x"}]}, {"messages": TURNS}]
-    for kind, records in (("prompts", mixed), ("messages", tools)):
-        expected = _fingerprint(kind, _written(tmp_path / "a.jsonl", records), tokenizer)
-        table = datasets.Dataset.from_list(records)
-        assert None in table[1].values() or "name" in table[1]["messages"][0]
-        assert _fingerprint(kind, PythonRecords("data", table), tokenizer) == expected
+    """Fields of None would decide the format of a record that has none of them."""
+    records = [{"text": "a"}, {"text": "b", "messages": [ASKED, {"role": "assistant", "content": "a"}]}]
+    expected = _fingerprint("text", _written(tmp_path / "a.jsonl", records), tokenizer)
+    columns = {name: [record.get(name) for record in records] for name in ("text", "messages")}
+    table = datasets.Dataset.from_dict(columns)
+    assert table[0]["messages"] is None
+    assert _fingerprint("text", PythonRecords("data", table), tokenizer) == expected
+    turns = {"messages": [{"content": "a", "name": None, "parts": [{"type": "text", "image": None}]}], "level": None}
+    assert without_nulls(turns) == {"messages": [{"content": "a", "parts": [{"type": "text"}]}]}
 
 
 def _endless() -> Iterator[dict[str, str]]:

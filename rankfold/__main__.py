@@ -32,7 +32,7 @@ COMMANDS = {
 }
 """Name -> its purpose. Each is a module of this package with `main()`."""
 
-ON_RANKS = ("train", "generate", "chat")
+ON_RANKS = ("train", "generate", "chat", "evaluate")
 """The commands that --nproc starts on several devices. One with `check_ranks(words, world_size)` refuses there what
 would otherwise be refused by its ranks."""
 

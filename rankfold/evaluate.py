@@ -2,7 +2,7 @@
 
 rankfold evaluate --model HF_DIR --tasks arc_easy,gsm8k --limit 100
 rankfold evaluate --model HF_DIR --adapter RUN_DIR --tasks my_task --include-path my_tasks --out results.json
-torchrun --nproc-per-node 4 -m rankfold evaluate --model DIR --tensor 2 --pipeline 2 --tasks hellaswag --download
+rankfold evaluate --nproc 4 --model DIR --tensor 2 --pipeline 2 --tasks hellaswag --download
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 from importlib.util import find_spec
 
 from engine.config.command_line import named_as
+from engine.config.hub_flag import with_local_folders
 from engine.errors import LostRankError, UserError
 from rankfold.evaluating.options import build_parser, model_choice, task_choice
 
@@ -18,13 +19,28 @@ from rankfold.evaluating.options import build_parser, model_choice, task_choice
 def main() -> None:
     arguments = build_parser(__doc__).parse_args()
     with named_as(arguments.stands_for):
-        _evaluate(arguments)
+        _check(arguments)
+        _evaluate(with_local_folders(arguments))
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def check_ranks(words: list[str], world_size: int) -> None:
+    """Refuses arguments that no number of ranks could use; the ranks check their number with the model.
+
+    Raises:
+        UserError: an option cannot be used.
+    """
+    arguments = build_parser(__doc__).parse_args(words)
+    with named_as(arguments.stands_for):
+        _check(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
     for options in (model_choice, task_choice):
         options(arguments)
     require_harness()
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
     # imported after the options are known to be sound: torch and the harness take seconds to load
     from engine.distributed.failures import CommunicationError
     from engine.runtime.launch import start, stop

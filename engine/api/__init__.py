@@ -14,7 +14,7 @@ from engine.api.session import Session
 from engine.api.training import train
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.telemetry.listener import CheckpointEvent, EvaluationEvent, RunListener, StepEvent
+from engine.telemetry.listener import CheckpointEvent, EvaluationEvent, RunListener, StepEvent, TasksEvent
 from engine.training.reports.summary import RunSummary
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Score",
     "Session",
     "StepEvent",
+    "TasksEvent",
     "UserError",
     "export",
     "generate",

@@ -31,7 +31,7 @@ def export(
         run: folder of a run or of one of its checkpoints.
         out: folder to make.
         format: "peft" for the adapter by itself, "hf" for the whole model with adapters added into its weights.
-        step: checkpoint of the run, or "best" for that of the lowest evaluation loss; None takes the newest.
+        step: checkpoint of the run, or "best" for that of the best evaluation; None takes the newest.
         base: the base of the run, where it has moved.
         base_name: the adapter's name of its base, such as its name on the Hugging Face hub.
         overwrite: replace an adapter or a model at `out`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.checks import require, require_at_least, require_positive
-from engine.config.option import IGNORED, option
+from engine.config.option import IGNORED, REPORTED, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +17,10 @@ class CheckpointOptions:
         every: Steps between checkpoints; 0 saves only at the end.
         keep: How many of the newest checkpoints to keep; 0 keeps all.
         keep_every: Steps between checkpoints that are kept for good, in addition to the newest; 0 for none.
-        keep_best: Save after each evaluation with the lowest loss so far, and keep that checkpoint in addition to those
-            of checkpoint.keep; export it with rankfold convert export --step best.
+        keep_best: Save after each evaluation that is better than all before, and keep that checkpoint in addition to
+            those of checkpoint.keep; export it with rankfold convert export --step best.
+        best: Figure by which checkpoint.keep_best judges: loss, the evaluation loss, or TASK/METRIC of
+            evaluation.tasks, such as arc_easy/acc_norm; whether higher is better, the task says.
         asynchronous: Continue training while a checkpoint is written from a copy in host memory; false makes training
             wait. The run always waits for the last checkpoint.
         timeout: Seconds a save waits for the previous one before it is given up; rank 0 waits half as long for the
@@ -32,6 +34,7 @@ class CheckpointOptions:
     keep: int = option(3, IGNORED)
     keep_every: int = option(0, IGNORED)
     keep_best: bool = option(False, IGNORED)
+    best: str = option("loss", REPORTED)
     asynchronous: bool = option(True, IGNORED)
     timeout: float = option(300.0, IGNORED)
     resume: str = option("auto", IGNORED)
@@ -42,7 +45,26 @@ class CheckpointOptions:
         require_at_least("checkpoint.keep", self.keep, 0, "use for example 3, or 0 to keep all")
         require_at_least("checkpoint.keep_every", self.keep_every, 0, "use for example 1000, or 0 for none")
         require_positive("checkpoint.timeout", self.timeout, "use for example 300")
+        require(
+            self.best == "loss" or all(self.best.partition("/")),
+            f"checkpoint.best is {self.best!r}, but loss or TASK/METRIC is expected: use for example arc_easy/acc.",
+        )
+        require(
+            self.best == "loss" or self.keep_best,
+            f"checkpoint.best is {self.best} and checkpoint.keep_best is false, so that no checkpoint would be judged: "
+            "set checkpoint.keep_best to true, or remove checkpoint.best.",
+        )
         require(self.resume != "", "checkpoint.resume is empty, but auto, none or a path is expected: set one of them.")
+
+    @property
+    def judges_by_loss(self) -> bool:
+        """Whether the evaluation loss decides which checkpoint is the best."""
+        return self.best == "loss"
+
+    @property
+    def best_keys(self) -> tuple[str, str]:
+        """The entries of a checkpoint's record of evaluations that have the step of the best one, and its figure."""
+        return ("step", "loss") if self.judges_by_loss else ("score_step", "score")
 
     @property
     def resume_path(self) -> str | None:

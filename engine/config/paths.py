@@ -23,6 +23,7 @@ PATH_OPTIONS = (
     "data.chat_template",
     "data.image_folder",
     "train.sample_images",
+    "evaluation.include_path",
     "checkpoint.dir",
     "checkpoint.resume",
 )

@@ -225,11 +225,12 @@ def check_evaluation(config: RunConfig) -> None:
     train, evaluates = config.train, config.data.evaluates
     first, every = train.eval_first, train.eval_every
     target, patience, delta = train.target_eval_loss, train.early_stopping_patience, train.early_stopping_min_delta
+    judged = config.checkpoint.keep_best and config.checkpoint.judges_by_loss
     without = (
         (every > 0, f"train.eval_every is {every}", "so there is nothing to evaluate", "train.eval_every to 0"),
         (target is not None, f"train.target_eval_loss is {target}", "so that the target could never be reached",
          "train.target_eval_loss to null"),
-        (config.checkpoint.keep_best, "checkpoint.keep_best is true", "so that no checkpoint is better than another",
+        (judged, "checkpoint.keep_best is true", "so that no checkpoint is better than another",
          "checkpoint.keep_best to false"),
     )  # fmt: skip
     _refuse(
@@ -240,6 +241,7 @@ def check_evaluation(config: RunConfig) -> None:
         )
         for wanted, given, why, instead in without
     )
+    _check_tasks(config)
     first_would_do = f"a multiple of {every}" if every else "null"
     clashes = [
         (first is not None and (every == 0 or first % every != 0),
@@ -254,6 +256,22 @@ def check_evaluation(config: RunConfig) -> None:
          "train.early_stopping_min_delta."),
     ]  # fmt: skip
     _refuse(clashes)
+
+
+def _check_tasks(config: RunConfig) -> None:
+    """Refuses options about tasks where none is evaluated."""
+    for field in changed(config.evaluation):
+        require(
+            bool(config.evaluation.tasks),
+            f"evaluation.{field.name} is set and evaluation.tasks is empty, so that nothing is evaluated: name tasks, "
+            f"or remove evaluation.{field.name}.",
+        )
+    best = config.checkpoint.best
+    require(
+        config.checkpoint.judges_by_loss or bool(config.evaluation.tasks),
+        f"checkpoint.best is {best} and evaluation.tasks is empty, so that there is no such figure: add "
+        f"{best.partition('/')[0]} to evaluation.tasks, or set checkpoint.best to loss.",
+    )
 
 
 def check_objective(config: RunConfig) -> None:

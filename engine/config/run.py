@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.checks import require
 from engine.config.data import DataOptions
+from engine.config.evaluation import EvaluationOptions
 from engine.config.guards import GuardOptions
 from engine.config.hub_options import HubOptions
 from engine.config.log import LogOptions
@@ -36,6 +37,7 @@ class RunConfig:
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
+        evaluation: Tasks that score the model while it trains.
         memory: Storage of tensors, recomputation and CUDA graphs.
         guards: Checks while it trains.
         checkpoint: Where the run is kept.
@@ -52,6 +54,7 @@ class RunConfig:
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     guards: GuardOptions = field(default_factory=GuardOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)

@@ -29,8 +29,7 @@ def read_gib(text: str) -> float:
 
 
 def read_step(text: str) -> int | Literal["best"]:
-    """Parses the choice of a run's checkpoint: the number of its step, or "best" for that of the lowest evaluation
-    loss.
+    """Parses the choice of a run's checkpoint: the number of its step, or "best" for that of the best evaluation.
 
     Raises:
         ArgumentTypeError: the text is neither.

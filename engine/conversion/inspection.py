@@ -19,6 +19,7 @@ from engine.checkpoint.run.step_folders import best_step, list_checkpoints
 from engine.checkpoint.run.training_state import TrainingCheckpoint, open_run
 from engine.checkpoint.safetensors_file import dtype_name, num_bytes
 from engine.checkpoint.weight_source import WeightSource
+from engine.config.resume_rules import flat_options
 from engine.conversion.commands import is_training
 from engine.conversion.expert_stacks import is_stack
 from engine.conversion.merged_model import adapted_modules, fully_trained
@@ -101,7 +102,7 @@ def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[s
     )
     rows = [("kind", "training checkpoint"), ("checkpoint", str(checkpoint.folder)), ("state", state)]
     if (best := best_step(folder)) is not None:
-        rows.append(("best step", f"{best}, with the lowest evaluation loss"))
+        rows.append(("best step", f"{best}, with {_judge(checkpoint)}"))
     if len(steps := list_checkpoints(folder)) > 1:
         rows.append(("steps kept", ", ".join(str(step) for step in sorted(steps))))
     fingerprint = checkpoint.base.get("fingerprint")
@@ -117,6 +118,11 @@ def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[s
     rows += _file_rows(manifest.layout, manifest.files)
     rows.append(("written by", f"engine {manifest.engine_version}"))
     return rows
+
+
+def _judge(checkpoint: TrainingCheckpoint) -> str:
+    best = flat_options(checkpoint.run_config).get("checkpoint.best", "loss")
+    return "the lowest evaluation loss" if best == "loss" else f"the best {best}"
 
 
 def is_adapter(folder: Path) -> bool:

@@ -19,7 +19,7 @@ class ModelChoice:
     Args:
         path: Hugging Face folder or partitioned base; None takes the base that the run in `adapter` records.
         adapter: PEFT adapter, run or checkpoint of one; None for the base alone.
-        step: which checkpoint of a run; best is that of the lowest evaluation loss.
+        step: which checkpoint of a run; best is that of the best evaluation.
         tokenizer: where the tokenizer is; None for the model's own folder.
         tensor: tensor-parallel ranks; None for all that the pipeline leaves.
         pipeline: pipeline ranks.

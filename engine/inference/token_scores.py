@@ -62,7 +62,8 @@ def token_scores(model: Decoder, out: Tensor, batch: Batch, context: TokenContex
     labels = batch.part(SeveralLabels)
     labels_KT = None if labels is None else labels.labels_KBS.flatten(1)
     places_T = batch.positions_BS.flatten() + 1
-    if model.layout.splits_tokens:
+    # where weights are gathered from other ranks, each of these calls it as often as the others, whatever their tokens
+    if model.layout.splits_tokens or not model.has_resident_weights:
         return _block_scores(model, model.logits(out, context), labels_KT, places_T, question)
     # a draw has a wide random number for each logit
     wide = 16 if question.drawn else 1

@@ -64,6 +64,23 @@ class EvaluationEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TasksEvent:
+    """An evaluation of the tasks of lm-evaluation-harness that evaluation.tasks names.
+
+    Args:
+        step: steps taken before it.
+        samples: of training data consumed.
+        seconds: wall time.
+        figures: by TASK/METRIC, such as "arc_easy/acc_norm".
+    """
+
+    step: int
+    samples: int
+    seconds: float
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent:
     """A checkpoint that is complete.
 
@@ -137,6 +154,13 @@ class RunListener:
 
     def evaluated(self, event: EvaluationEvent) -> None:
         """Called after an evaluation.
+
+        Args:
+            event: the same on all ranks.
+        """
+
+    def tasks_evaluated(self, event: TasksEvent) -> None:
+        """Called after an evaluation of tasks.
 
         Args:
             event: the same on all ranks.

@@ -1,9 +1,10 @@
 """The metrics file: one JSON object per line, numbers exactly as they were computed.
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
-and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, once it is complete; a note has step and
-note; the counts of rows sent to each expert of a mixture have step and expert_rows. Only one rank writes. A run that
-resumes at step s first drops the records after s, which it will write again.
+and eval_loss; an evaluation of tasks has step, task_seconds and each figure by TASK/METRIC; a checkpoint has step,
+save_pause_seconds and save_seconds, once it is complete; a note has step and note; the counts of rows sent to each
+expert of a mixture have step and expert_rows. Only one rank writes. A run that resumes at step s first drops the
+records after s, which it will write again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from engine.errors import UserError
 from engine.files.durable import open_append, write_durably
@@ -87,6 +88,16 @@ class MetricsWriter:
         """Writes the record of an evaluation after `step` steps; `more` are further figures of it."""
         self.write({"step": step, "eval_loss": eval_loss, **more})
 
+    def tasks(self, *, step: int, figures: Mapping[str, float], score: float | None, seconds: float) -> None:
+        """Writes the record of an evaluation of tasks after `step` steps.
+
+        Args:
+            figures: by TASK/METRIC.
+            score: that of checkpoint.best, negated where lower is better; None where that is the loss.
+        """
+        judged = {} if score is None else {"score": score}
+        self.write({"step": step, "task_seconds": seconds, **judged, **figures})
+
     def write(self, record: dict[str, Value]) -> None:
         """Appends one record, and flushes it to the system.
 
@@ -108,7 +119,7 @@ class MetricsWriter:
                     f"The metrics file {self._path} cannot be written ({error.strerror}): make room there, or set "
                     "log.metrics to null, and start the run again to resume from its last checkpoint."
                 ) from None
-        group = "eval" if "eval_loss" in record else "train"
+        group = "eval" if {"eval_loss", "task_seconds"} & record.keys() else "train"
         figures = {f"{group}/{key}": float(value) for key, value in record.items() if isinstance(value, int | float)}
         step = figures.pop(f"{group}/step")
         if figures:
@@ -167,8 +178,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def recorded_evaluation(path: Path, step: int) -> float | None:
-    """Returns the newest evaluation loss after `step` steps in a metrics file; None without one.
+class RecordedEvaluation(NamedTuple):
+    """What a metrics file has of the evaluations after a step: the loss, whether tasks were evaluated, and the score of
+    checkpoint.best; None for what it has not."""
+
+    loss: float | None = None
+    has_tasks: bool = False
+    score: float | None = None
+
+
+def recorded_evaluation(path: Path, step: int) -> RecordedEvaluation:
+    """Returns what a metrics file has of the newest evaluations after `step` steps.
 
     Lines that are not records are skipped: `MetricsWriter.truncate_after` refuses them.
 
@@ -176,11 +196,14 @@ def recorded_evaluation(path: Path, step: int) -> float | None:
         UserError: the file cannot be read.
     """
     if not path.is_file():
-        return None
-    records = [_record(line) for line in _lines(path)]
-    found = [record.get("eval_loss") for record in records if record is not None and record["step"] == step]
-    losses = [loss for loss in found if isinstance(loss, int | float)]
-    return float(losses[-1]) if losses else None
+        return RecordedEvaluation()
+    records = [record for line in _lines(path) if (record := _record(line)) is not None and record["step"] == step]
+
+    def newest(key: str) -> float | None:
+        found = [record[key] for record in records if isinstance(record.get(key), int | float)]
+        return float(found[-1]) if found else None
+
+    return RecordedEvaluation(newest("eval_loss"), newest("task_seconds") is not None, newest("score"))
 
 
 def _lines(path: Path) -> list[bytes]:

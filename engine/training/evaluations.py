@@ -1,23 +1,47 @@
-"""The evaluations of a run: their steps, their records, the best loss, and whether one ends the run."""
+"""The evaluations of a run: their steps, their records, the best one, and whether one ends the run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 from engine.config.run import RunConfig
 from engine.data.loader import EvalLoader
+from engine.errors import UserError
 from engine.objectives.objective import Objective, figures_to_show
+from engine.sentences import listed
 from engine.telemetry.format import format_duration
-from engine.telemetry.listener import EvaluationEvent
+from engine.telemetry.listener import EvaluationEvent, TasksEvent
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.evaluate import evaluate, is_due
 
 Ending = Literal["target", "patience"]
 """The option by which an evaluation ends a run: train.target_eval_loss, or train.early_stopping_patience."""
+
+
+class TaskFigure(NamedTuple):
+    """A figure of a task: its value, and whether higher is better, None where the task does not say."""
+
+    value: float
+    higher: bool | None
+
+
+class TaskEvaluation(Protocol):
+    """The seam of tasks that score a run's model; evaluation.tasks names them."""
+
+    def run(self, check: Callable[[], None]) -> Mapping[str, TaskFigure]:
+        """Returns the figures of the current model by TASK/METRIC, the same on all ranks. Collective.
+
+        Args:
+            check: called at places that all ranks pass in the same order; may leave the evaluation with an exception.
+
+        Raises:
+            UserError: a task cannot be evaluated.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -31,6 +55,9 @@ class BestLoss:
         seen: step of the newest evaluation; -1 before the first.
         misses: evaluations in a row whose loss was not lower than `mark` by the margin that counts.
         mark: the loss that they are compared with.
+        score: the highest figure of checkpoint.best, negated where lower is better; -infinity before the first.
+        score_step: after which it was found; -1 before the first.
+        scored: step of the newest evaluation of tasks; -1 before the first.
     """
 
     loss: float = float("inf")
@@ -39,6 +66,9 @@ class BestLoss:
     seen: int = -1
     misses: int = 0
     mark: float = float("inf")
+    score: float = float("-inf")
+    score_step: int = -1
+    scored: int = -1
 
     def take(self, step: int, loss: float, *, min_delta: float) -> bool:
         """Counts an evaluation, and returns whether it is the best so far. An evaluation is counted only once."""
@@ -54,10 +84,32 @@ class BestLoss:
         self.loss, self.step = loss, step
         return True
 
+    def take_score(self, step: int, score: float | None) -> None:
+        """Counts an evaluation of tasks, once.
+
+        Args:
+            score: the figure of checkpoint.best, negated where lower is better; None where that is the loss.
+        """
+        if step <= self.scored:
+            return
+        self.scored = step
+        if score is not None and score > self.score:
+            self.score, self.score_step = score, step
+
+    def kept(self, *, by_loss: bool) -> tuple[int, float]:
+        """Returns the step of the best checkpoint, -1 for none, and its figure.
+
+        Args:
+            by_loss: whether the loss decides, or the score.
+        """
+        return (self.step, self.loss) if by_loss else (self.score_step, self.score)
+
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint: numbers that JSON has; empty before the first evaluation."""
         finite = {key: value for key, value in asdict(self).items() if abs(value) < float("inf")}
-        return finite if self.seen >= 0 else {}
+        if self.scored < 0:
+            del finite["score_step"], finite["scored"]
+        return finite if self.seen >= 0 or self.scored >= 0 else {}
 
     @classmethod
     def of_state(cls, state: dict[str, Any] | None) -> BestLoss:
@@ -74,6 +126,7 @@ class Evaluations:
         metrics: gets a record of each evaluation.
         say: prints a line on rank 0.
         best: outcome of earlier evaluations.
+        tasks: that score the model; None for none.
     """
 
     def __init__(
@@ -85,7 +138,9 @@ class Evaluations:
         metrics: MetricsWriter,
         say: Callable[[str], None],
         best: BestLoss,
+        tasks: TaskEvaluation | None = None,
     ) -> None:
+        self._tasks, self._every, self._judge = tasks, config.evaluation.every, config.checkpoint.best
         self._options, self._training, self._loader = config.train, training, loader
         self._metrics, self._say = metrics, say
         self.best = best
@@ -93,9 +148,23 @@ class Evaluations:
         """Step and loss of this start's evaluations."""
 
     def is_due(self, step: int, *, ends: bool = False) -> bool:
-        """Returns whether the validation data is evaluated after `step` steps, and has not been; `ends`: no step
-        follows."""
+        """Returns whether the validation data or the tasks are evaluated after `step` steps, and have not been; `ends`:
+        no step follows."""
+        return self.loss_is_due(step, ends=ends) or self.tasks_are_due(step, ends=ends)
+
+    def loss_is_due(self, step: int, *, ends: bool = False) -> bool:
+        """Returns `is_due` of the validation data."""
         return self._loader is not None and self.best.seen != step and is_due(self._options, step, ends=ends)
+
+    def tasks_are_due(self, step: int, *, ends: bool = False) -> bool:
+        """Returns `is_due` of the tasks."""
+        in_turn = step == 0 or ends or (self._every > 0 and step % self._every == 0)
+        return self._tasks is not None and self.best.scored != step and in_turn
+
+    @property
+    def kept(self) -> tuple[int, float]:
+        """The step of the best checkpoint so far, -1 for none, and its figure."""
+        return self.best.kept(by_loss=self._judge == "loss")
 
     @property
     def ending(self) -> Ending | None:
@@ -113,8 +182,29 @@ class Evaluations:
                 "evaluations: early stopping (train.early_stopping_patience)"
             )
 
+    def run_tasks(self, step: int, consumed: int, check: Callable[[], None]) -> TasksEvent:
+        """Evaluates the tasks, writes and says the outcome, and counts it.
+
+        Args:
+            step, consumed, check: as for `run`.
+
+        Raises:
+            UserError: a task cannot be evaluated, or lacks the figure of checkpoint.best.
+        """
+        assert self._tasks is not None
+        began = time.monotonic()
+        found = self._tasks.run(check)
+        seconds = time.monotonic() - began
+        figures = {name: one.value for name, one in found.items()}
+        score = None if self._judge == "loss" else _score(found, self._judge)
+        self.best.take_score(step, score)
+        self._metrics.tasks(step=step, figures=figures, score=score, seconds=seconds)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        self._say(f"step {step}: {shown} ({format_duration(seconds)})")
+        return TasksEvent(step=step, samples=consumed, seconds=seconds, figures=figures)
+
     def run(self, step: int, consumed: int, check: Callable[[], None]) -> EvaluationEvent:
-        """Evaluates, and writes and says the outcome.
+        """Evaluates the validation data, and writes and says the outcome.
 
         Args:
             step, consumed: steps taken, and samples of training data.
@@ -129,6 +219,26 @@ class Evaluations:
         shown = _format_metrics(training.objective, more)
         self._say(f"step {step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         return EvaluationEvent(step=step, samples=consumed, loss=loss, seconds=seconds, figures=more)
+
+
+def _score(figures: Mapping[str, TaskFigure], name: str) -> float:
+    """Returns the figure of checkpoint.best, negated where lower is better.
+
+    Raises:
+        UserError: there is no such figure, or it has no direction.
+    """
+    if name not in figures:
+        raise UserError(
+            f"checkpoint.best is {name}, but evaluation.tasks give {listed(figures)}: set checkpoint.best to one of "
+            "these, or to loss."
+        )
+    value, higher = figures[name]
+    if higher is None:
+        raise UserError(
+            f"checkpoint.best is {name}, of which the task does not say whether higher is better: add higher_is_better "
+            "to its metric_list, or set checkpoint.best to another figure."
+        )
+    return value if higher else -value
 
 
 def ending(best: BestLoss, *, target: float | None, patience: int | None) -> Ending | None:

@@ -200,8 +200,10 @@ def _read_data(
     if config.train.sample_prompts or config.train.sample_chat:
         read_prompts = resolve("engine.training.samples:read_prompts")
         prompts = read_prompts(config, data.tokenizer, model.decoder, data.train.family)
+    load_tasks = resolve("rankfold.evaluating.in_run:load_tasks") if config.evaluation.tasks else None
     read = PlannedData(
         data=data,
+        tasks=None if load_tasks is None else load_tasks(config, model.decoder),
         fingerprint=data.train.fingerprint(),
         prompts=prompts,
         step_plan=plan_steps(config, data.train.order, step=start.step, consumed=start.consumed),

@@ -18,7 +18,7 @@ from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
 from engine.training.data import trained_tokenizer
-from engine.training.evaluations import Evaluations
+from engine.training.evaluations import Evaluations, TaskEvaluation
 from engine.training.guards.run_guards import build_guards
 from engine.training.observer import Observer
 from engine.training.reports.notes import RoundingNote, StuckNote
@@ -79,7 +79,15 @@ class PreparedRun:
                 saved=listener.saved,
             )
         )
-        self.evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
+        self.evaluations = Evaluations(
+            config,
+            training,
+            data.validation,
+            metrics=metrics,
+            say=say,
+            best=start.best,
+            tasks=_task_evaluation(config, training, read),
+        )
         self.samples = _text_samples(config, training, read)
         """Run between the steps; None where no samples are asked for."""
         self.source = opened.enter_context(
@@ -132,6 +140,20 @@ class PreparedRun:
             self.forecast = forecast.line()
             found.append(forecast)
         return (*found, guards)
+
+
+def _task_evaluation(config: RunConfig, training: Training, read: PlannedData) -> TaskEvaluation | None:
+    """Makes the evaluation of the run's tasks; None where there are none.
+
+    Raises:
+        UserError: the tokenizer cannot be opened as tasks need it.
+    """
+    if read.tasks is None:
+        return None
+    made: TaskEvaluation = resolve("rankfold.evaluating.in_run:RunTasks")(
+        config, training, read.tasks, trained_tokenizer(config, read.data.tokenizer)
+    )
+    return made
 
 
 def _text_samples(config: RunConfig, training: Training, read: PlannedData) -> TextSamples | None:

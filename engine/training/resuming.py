@@ -7,10 +7,11 @@ from pathlib import Path
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
-from engine.config.resume_rules import changes
+from engine.config.resume_rules import changes, flat_options
 from engine.config.run import RunConfig
 from engine.config.snapshots import records
 from engine.errors import UserError
+from engine.telemetry.metrics import RecordedEvaluation
 from engine.training.evaluate import is_due
 from engine.training.evaluations import BestLoss, ending
 from engine.training.run_data import RunData
@@ -104,7 +105,9 @@ class StartingPoint:
         if not ends and why is None:
             return None
         evaluates = config.data.evaluates and is_due(train, self.step, ends=True)
-        if why is None and evaluates and best.seen != self.step:
+        if why is None and (
+            (evaluates and best.seen != self.step) or (config.evaluation.tasks and best.scored != self.step)
+        ):
             return None
         require_trained(self.path.parent.parent, self.step, updates=self.updates)
         reason = {
@@ -115,8 +118,23 @@ class StartingPoint:
         more = f", or raise {'train.steps' if train.steps else 'train.epochs'} to go on" if why is None else ""
         return f"this run is complete ({reason}): nothing to do; choose another checkpoint.dir to train anew{more}"
 
-    def best_with(self, evaluated: float, *, min_delta: float) -> BestLoss:
-        """Adds the evaluation after `step` steps, which the checkpoint may lack, to the others."""
+    def judged_by(self) -> str:
+        """Returns checkpoint.best of the run that wrote the checkpoint."""
+        return str(flat_options(self.run_config).get("checkpoint.best", "loss"))
+
+    def best_with(self, known: RecordedEvaluation, *, min_delta: float, same_judge: bool) -> BestLoss:
+        """Returns the outcome of all evaluations.
+
+        Args:
+            known: the evaluations after `step` steps, which the checkpoint may lack.
+            min_delta: by which a loss must be lower to count.
+            same_judge: whether checkpoint.best is as it was; scores of another figure do not count.
+        """
         best = BestLoss.of_state(self.best.state())
-        best.take(self.step, evaluated, min_delta=min_delta)
+        if known.loss is not None:
+            best.take(self.step, known.loss, min_delta=min_delta)
+        if known.has_tasks:
+            best.take_score(self.step, known.score)
+        if not same_judge:
+            best.score, best.score_step = BestLoss().score, -1
         return best

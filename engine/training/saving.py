@@ -130,11 +130,15 @@ class StateSaver:
         finally:
             self.report()
 
-    def note_best(self, step: int, loss: float) -> None:
-        """Notes that the evaluation after `step`, whose checkpoint may be there already, had the lowest loss so far."""
+    def note_best(self, step: int, figure: float) -> None:
+        """Notes that the evaluation after `step`, whose checkpoint may be there already, was the best so far.
+
+        Args:
+            figure: by which it was judged.
+        """
         if self._is_first and (checkpoint_folder(self._run_dir, step) / MANIFEST).is_file():
             try:
-                mark_best(self._run_dir, step, loss)
+                mark_best(self._run_dir, step, {self._config.checkpoint.best_keys[1]: figure})
             except UserError as error:
                 self._say(f"warning: {error}")
 

@@ -11,7 +11,7 @@ from engine.distributed.collectives import broadcast_object
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.telemetry.log import Log
-from engine.telemetry.metrics import recorded_evaluation
+from engine.telemetry.metrics import RecordedEvaluation, recorded_evaluation
 from engine.telemetry.trackers import check_trackers
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import BestLoss
@@ -70,8 +70,7 @@ def find_start(
     # an evaluation after the checkpoint's step may have been recorded after the checkpoint was written
     name = config.log.metrics
     recorded = None if name is None or launch.rank else recorded_evaluation(folder.path / name, point.step)
-    known = cast(float | None, broadcast_object(recorded))
-    best = point.best
-    if known is not None:
-        best = point.best_with(known, min_delta=config.train.early_stopping_min_delta)
+    known = cast(RecordedEvaluation, broadcast_object(recorded or RecordedEvaluation()))
+    same = point.judged_by() == config.checkpoint.best
+    best = point.best_with(known, min_delta=config.train.early_stopping_min_delta, same_judge=same)
     return Start(resume=resume, point=point, best=best)

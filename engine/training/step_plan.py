@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config.load import from_yaml
 from engine.config.optim import OptimOptions
@@ -57,12 +57,14 @@ class PlannedData:
         data: the rows.
         fingerprint: of the training rows.
         prompts: tokens of train.sample_prompts.
+        tasks: of evaluation.tasks, loaded; None for none.
         step_plan: how many steps, at which learning rates.
     """
 
     data: RunData
     fingerprint: str
     prompts: list[SamplePrompt]
+    tasks: Any
     step_plan: StepPlan
 
 

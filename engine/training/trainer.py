@@ -107,7 +107,7 @@ class Trainer:
             yield from self._steps(pauses)
             run.reporter.finish(self.step, self._consumed)
             if run.evaluations.ending is None and run.evaluations.is_due(self.step, ends=True):
-                self._evaluate()
+                self._evaluate(ends=True)
             self._sample()
         except Preempted as reason:
             stopped = str(reason)
@@ -186,6 +186,7 @@ class Trainer:
             how_far=run.step_plan.how_far(self.step),
             eval_losses=_ends(run.evaluations.losses),
             best=self._best_checkpoint(),
+            judge="evaluation loss" if self._config.checkpoint.judges_by_loss else self._config.checkpoint.best,
             tokens=run.reporter.tokens,
             seconds=seconds,
             memory=peak_memory_bytes(),
@@ -195,13 +196,13 @@ class Trainer:
         )
 
     def _best_checkpoint(self) -> str | None:
-        """Describes the best evaluation loss and its checkpoint, where that is kept."""
-        best = self._run.evaluations.best
-        if not self._config.checkpoint.keep_best or best.step < 0:
+        """Describes the best evaluation and its checkpoint, where that is kept."""
+        options, (step, figure) = self._config.checkpoint, self._run.evaluations.kept
+        if not options.keep_best or step < 0:
             return None
-        folder = checkpoint_folder(self._run.folder.path, best.step)
-        kept = f"kept in {short_path(folder)}" if best.step else "before training"
-        return f"{best.loss:.4f} (step {best.step}), {kept}"
+        folder = checkpoint_folder(self._run.folder.path, step)
+        kept = f"kept in {short_path(folder)}" if step else "before training"
+        return f"{figure if options.judges_by_loss else abs(figure):.4f} (step {step}), {kept}"
 
     def _sample(self) -> None:
         """Shows the current model's continuations of the prompts, where there are any and they have not been shown."""
@@ -223,12 +224,18 @@ class Trainer:
             self._evaluate()
         return run.evaluations.ending is not None
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, ends: bool = False) -> None:
         run, evaluations = self._run, self._run.evaluations
         run.listener.block_stopped(self._consumed)
-        evaluations.count(self.evaluate_now(self._check))
-        if self._config.checkpoint.keep_best and evaluations.best.step == self.step > 0:
-            run.saver.note_best(self.step, evaluations.best.loss)
+        if evaluations.loss_is_due(self.step, ends=ends):
+            evaluations.count(self.evaluate_now(self._check))
+        if evaluations.tasks_are_due(self.step, ends=ends):
+            found = evaluations.run_tasks(self.step, self._consumed, self._check)
+            run.clock.leave_out(found.seconds)
+            run.listener.tasks_evaluated(found)
+        step, figure = evaluations.kept
+        if self._config.checkpoint.keep_best and step == self.step > 0:
+            run.saver.note_best(self.step, figure)
         if evaluations.ending is None and self.step < run.step_plan.steps:
             run.listener.block_started(self._consumed)
 
@@ -265,7 +272,7 @@ class Trainer:
     def _save_is_due(self) -> bool:
         options = self._config.checkpoint
         in_turn = bool(options.every) and self.step % options.every == 0
-        return in_turn or (options.keep_best and self._run.evaluations.best.step == self.step)
+        return in_turn or (options.keep_best and self._run.evaluations.kept[0] == self.step)
 
     def _save(self, *, last: bool) -> None:
         run = self._run

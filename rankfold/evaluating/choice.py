@@ -43,15 +43,18 @@ class TaskChoice:
 
     def __post_init__(self) -> None:
         if not self.tasks or not all(self.tasks):
-            raise UserError("--tasks names no task: give names with a comma between them, such as arc_easy,gsm8k.")
+            raise UserError(
+                "evaluation.tasks names no task: give names with a comma between them, such as arc_easy,gsm8k."
+            )
         if self.limit is not None and not (0 < self.limit < 1 or self.limit == int(self.limit) >= 1):
             raise UserError(
-                f"--limit is {self.limit:g}, but a number of documents, or a share below 1, was expected: use for "
-                "example 100."
+                f"evaluation.limit is {self.limit:g}, but a number of documents, or a share below 1, was expected: use "
+                "for example 100."
             )
         if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise UserError(f"--num-fewshot is {self.num_fewshot}, but at least 0 was expected: change it.")
+            raise UserError(f"evaluation.num_fewshot is {self.num_fewshot}, but at least 0 was expected: change it.")
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(
-                f"--include-path {self.include_path} is not a folder: give the one that has the tasks' YAML files."
+                f"evaluation.include_path {self.include_path} is not a folder: give the one that has the tasks' YAML "
+                "files."
             )

@@ -87,7 +87,7 @@ class EngineLM(HFLM):
     ) -> None:
         TemplateLM.__init__(self)  # that of HFLM opens a model of transformers
         self._engine, self._end_ids, self._folder, self._seed = model, end_ids, folder, seed
-        self._sizes, self._watch = sizes or PassSizes(), watch or Watch()
+        self._sizes, self.watch = sizes or PassSizes(), watch or Watch()
         # the fields that the inherited methods read
         self.tokenizer = configure_pad_token(tokenizer)
         self.backend, self.truncation, self.add_bos_token = "causal", False, None
@@ -123,8 +123,8 @@ class EngineLM(HFLM):
                 )
             kept = self.max_length + 1 - len(after)  # what is too long is cut from the left
             continuations.append(Continuation(before[-kept:], after))
-        with self._watch.over("scoring", len(continuations)):
-            found = scores(self._engine, continuations, self._sizes.tokens, self._watch)
+        with self.watch.over("scoring", len(continuations)):
+            found = scores(self._engine, continuations, self._sizes.tokens, self.watch)
         return [(one.logp, one.is_greedy) for one in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
@@ -137,7 +137,7 @@ class EngineLM(HFLM):
         for place, request in enumerate(requests):
             groups.setdefault(self._settings(request.args[1], request.task_name), []).append(place)
         texts = [""] * len(requests)
-        with self._watch.over("generating", len(requests)):
+        with self.watch.over("generating", len(requests)):
             for settings, places in groups.items():
                 found = self._complete(settings, [requests[place] for place in places])
                 for place, text in zip(places, found, strict=True):
@@ -156,7 +156,7 @@ class EngineLM(HFLM):
             prefill_tokens=self._sizes.tokens,
         )
         found = completions(
-            self._engine, prompts, limits=limits, sampling=settings.sampling, decoder=_Decoder(self), watch=self._watch
+            self._engine, prompts, limits=limits, sampling=settings.sampling, decoder=_Decoder(self), watch=self.watch
         )
         return [postprocess_generated_text(self.tok_decode(ids), list(settings.until), None) for ids in found]
 
@@ -179,7 +179,7 @@ class EngineLM(HFLM):
         if new >= self.max_length:
             raise UserError(
                 f"task {task} generates up to {new} tokens, but the model's context is {self.max_length}, the prompt "
-                "included: give fewer with --gen-kwargs '{\"max_gen_toks\": 32}'."
+                "included: set max_gen_toks to fewer in the task's generation_kwargs."
             )
         chosen = {name: kwargs.pop(name) for name in _SAMPLING if name in kwargs}
         chosen = self._defaults() | chosen

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.choices import BASE_DTYPES
 from engine.config.command_line import CommandLine, json_mapping
+from engine.config.hub_flag import add_download
 from engine.config.model import DTYPES, KERNELS
 from engine.config.units import read_length, read_step
 from engine.inference.options import ModelChoice
@@ -19,6 +20,8 @@ STANDS_FOR = {
     "parallel.pipeline": "--pipeline", "parallel.expert": "--expert", "lora.init_from": "--adapter",
     "--base": "--model", "data.chat_template": "--chat-template", "evaluation.tasks": "--tasks",
     "evaluation.limit": "--limit", "evaluation.include_path": "--include-path",
+    "evaluation.num_fewshot": "--num-fewshot", "evaluation.allow_code": "--confirm-run-unsafe-code",
+    "evaluation.apply_chat_template": "--apply-chat-template", "hub.download": "--download",
 }  # fmt: skip
 """Option of a run, or of rankfold convert -> the flag; see `engine.config.command_line`."""
 
@@ -57,7 +60,6 @@ def build_parser(description: str | None) -> CommandLine:
         help='generation settings that replace those of the tasks: {"max_gen_toks": 512}',
     )
     tasks.add_argument("--seed", type=int, default=1234, help="chooses the examples, and random tokens (default 1234)")
-    tasks.add_argument("--download", action="store_true", help="fetch data sets from the Hugging Face hub")
     tasks.add_argument(
         "--confirm-run-unsafe-code",
         action="store_true",
@@ -97,7 +99,8 @@ def _add_model(parser: CommandLine) -> None:
     model.add_argument(
         "--kernels", choices=KERNELS, default="auto", help="backend of the ops, as model.kernels (default auto)"
     )
-    layout = parser.add_argument_group("layout, under torchrun")
+    add_download(parser, model="model", adapter="adapter", tokenizer="tokenizer")
+    layout = parser.add_argument_group("layout, with --nproc or under torchrun")
     layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")
     layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
     layout.add_argument(

@@ -133,7 +133,7 @@ def _sums(model: Decoder, out: Tensor, batch: Batch, context: TokenContext) -> T
     if not model.layout.splits_tokens:  # most tokens are of texts before, and need no logits
         here = (labels_KT != IGNORE_LABEL).any(dim=0).nonzero().flatten()
         if not len(here):
-            return sums
+            here = here.new_zeros(1)  # other ranks may gather the head's weights with this one
         out, labels_KT, rows_T = out[here], labels_KT[:, here], rows_T[here]
         part = SeveralLabels(labels_KBS=labels_KT[:, None])
         batch = replace(batch, positions_BS=batch.positions_BS.flatten()[None, here], parts=(part,))

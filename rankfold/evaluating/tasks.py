@@ -51,7 +51,7 @@ class Tasks:
         self.choice = choice
         with _surroundings(choice):
             manager, names = _found(choice)
-            what = f"--tasks {','.join(choice.tasks)}"
+            what = f"evaluation.tasks {','.join(choice.tasks)}"
             with _sentences(what, download=choice.download):
                 try:
                     self._loaded = manager.load(names)
@@ -62,7 +62,7 @@ class Tasks:
         if runs_code and not choice.allow_code:
             raise UserError(
                 f"task {listed(runs_code)} runs code that the model wrote, on this machine: leave it out, or allow it "
-                "with --confirm-run-unsafe-code where nothing can be harmed."
+                "with evaluation.allow_code where nothing can be harmed."
             )
         for task in self.tasks.values():
             self._configure(task)
@@ -126,8 +126,8 @@ def _found(choice: TaskChoice) -> tuple[TaskManager, list[str]]:
             near = closest(name, manager.all_tasks)
             advice = "" if near is None else f" (did you mean {near}?)"
             raise UserError(
-                f"--tasks names {name}, which is no task of lm-evaluation-harness{advice}: "
-                "`lm-eval ls tasks` lists them; tasks of your own are found in --include-path."
+                f"evaluation.tasks names {name}, which is no task of lm-evaluation-harness{advice}: "
+                "`lm-eval ls tasks` lists them; tasks of your own are found in evaluation.include_path."
             )
         names += meant
     return manager, names
@@ -194,7 +194,7 @@ def _sentences(what: str, *, download: bool) -> Iterator[None]:
             ) from None
         raise UserError(
             f"{what}: data is not on this machine ({_reason(error)}), and nothing is downloaded unless it is asked "
-            "for: add --download, or choose tasks whose data is local."
+            "for: allow it with hub.download, or choose tasks whose data is local."
         ) from None
 
 

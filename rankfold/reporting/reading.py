@@ -57,6 +57,7 @@ class Run:
         name: short, and different from that of the other runs on the page.
         steps: records of training steps, by their order.
         evaluations: records of evaluations.
+        tasks: records of evaluations of tasks.
         ranks: rank -> its records.
         config: sections of options; empty where there is no such file.
         environment: the recorded machine and layout; empty likewise.
@@ -74,6 +75,7 @@ class Run:
     environment: Mapping[str, Any]
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     texts: Sequence[tuple[int, str]] = ()
+    tasks: Sequence[Record] = ()
     notes: list[str] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
@@ -163,6 +165,7 @@ def _read(path: Path, name: str) -> Run:
         name=name,
         steps=_newest([record for record, given in records if "loss" in given]),
         evaluations=[record for record, given in records if "eval_loss" in given],
+        tasks=_newest([record for record, given in records if "task_seconds" in given]),
         texts=[(record.step, record.text) for record, _ in records if record.text is not None],
         ranks={
             int(match[1]): _newest([record for record, _ in _records(file, notes)]) for match, file in found if match

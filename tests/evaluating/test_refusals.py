@@ -36,12 +36,12 @@ def changed(tasks: Path, folder: Path, name: str, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("tiny_answer", {"unsafe_code": True}, "runs code that the model wrote.*--confirm-run-unsafe-code"),
+        ("tiny_answer", {"unsafe_code": True}, "runs code that the model wrote.*evaluation.allow_code"),
         ("tiny_answer", {"generation_kwargs": {"num_beams": 3, "max_gen_toks": 9}}, "generation with num_beams"),
         ("tiny_answer", {"generation_kwargs": {"max_gen_toks": 96}}, "up to 96 tokens.*context is 96"),
         ("tiny_answer", {"doc_to_text": "{{nothing.at.all}}"}, "its template fails"),
-        ("tiny_choice", {"dataset_path": "owner/name", "dataset_kwargs": {}}, "not on this machine.*add --download"),
-        ("tiny_choice", {"output_type": "guessing"}, "--tasks changed: .*correct the task"),
+        ("tiny_choice", {"dataset_path": "owner/name", "dataset_kwargs": {}}, "not on this machine.*hub.download"),
+        ("tiny_choice", {"output_type": "guessing"}, "evaluation.tasks changed: .*correct the task"),
         ("tiny_last", {"doc_to_target": "{{' a' * 97}}"}, "a continuation.*from 1 to 96"),
     ],
 )  # fmt: skip
@@ -81,9 +81,9 @@ def test_options(tmp_path: Path) -> None:
     from rankfold.evaluating.options import task_choice
 
     for arguments, words in (
-        (["--tasks", "a,"], "--tasks names no task"),
-        (["--tasks", "a", "--limit", "1.5"], "--limit is 1.5"),
-        (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot is -1"),
+        (["--tasks", "a,"], "evaluation.tasks names no task"),
+        (["--tasks", "a", "--limit", "1.5"], "evaluation.limit is 1.5"),
+        (["--tasks", "a", "--num-fewshot", "-1"], "evaluation.num_fewshot is -1"),
         (["--tasks", "a", "--include-path", str(tmp_path / "none")], "is not a folder"),
     ):
         with pytest.raises(UserError, match=words):

@@ -78,10 +78,10 @@ def test_the_best_checkpoint_survives(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text("{}")
     assert best_step(tmp_path) is None
-    mark_best(tmp_path, 4, 1.5)
+    mark_best(tmp_path, 4, {"loss": 1.5})
     prune(tmp_path, keep=1)
     assert sorted(list_checkpoints(tmp_path)) == [4, 8]
-    mark_best(tmp_path, 8, 1.4)
+    mark_best(tmp_path, 8, {"loss": 1.4})
     prune(tmp_path, keep=1)
     assert sorted(list_checkpoints(tmp_path)) == [8]
     (tmp_path / "checkpoints" / "best.json").write_text('{"step": "x"}')

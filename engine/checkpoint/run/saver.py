@@ -105,8 +105,8 @@ def save_now(
         number: counts the saves of the run, the same on all ranks.
         shards: this rank's tensors; those that it does not own are skipped.
         contents: the rest.
-        options: which checkpoints stay; with `keep_best` this one is marked where the evaluation after its step had
-            the lowest loss so far.
+        options: which checkpoints stay; with `keep_best` this one is marked where the evaluation after its step was the
+            best so far.
 
     Raises:
         UserError: nothing was saved; earlier checkpoints are unchanged.
@@ -136,9 +136,9 @@ def save_now(
         raise
     problem = None
     try:
-        best = contents.state.get("best", {})
-        if options.keep_best and best.get("step") == contents.step:
-            mark_best(group.run_dir, contents.step, best["loss"])
+        best, (at, figure) = contents.state.get("best", {}), options.best_keys
+        if options.keep_best and best.get(at) == contents.step:
+            mark_best(group.run_dir, contents.step, {figure: best[figure]})
         prune(group.run_dir, options.keep, options.keep_every, token=group.token)
     except UserError as error:  # the checkpoint exists nevertheless
         problem = str(error)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,13 +111,16 @@ def discard(path: Path) -> None:
         delete_folder(hidden)
 
 
-def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
-    """Records that the checkpoint of `step`, which is complete, has the lowest evaluation loss so far.
+def mark_best(run_dir: Path, step: int, figure: Mapping[str, float]) -> None:
+    """Records that the checkpoint of `step`, which is complete, had the best evaluation so far.
+
+    Args:
+        figure: by which it was judged, "loss" or "score", and its value.
 
     Raises:
         UserError: the disk does not take it.
     """
-    write_durably(run_dir / CHECKPOINTS / _BEST, json.dumps({"step": step, "eval_loss": eval_loss}) + "\n")
+    write_durably(run_dir / CHECKPOINTS / _BEST, json.dumps({"step": step, **figure}) + "\n")
 
 
 def best_step(run_dir: Path) -> int | None:

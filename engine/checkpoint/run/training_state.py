@@ -140,7 +140,7 @@ def open_run(path: str | Path, *, step: int | Literal["best"] | None = None) -> 
     """Opens a run's newest complete checkpoint, that of `step`, or the checkpoint folder that `path` itself is.
 
     Args:
-        step: "best" is the one with the lowest evaluation loss, of a run with checkpoint.keep_best.
+        step: "best" is the one with the best evaluation, of a run with checkpoint.keep_best.
 
     Raises:
         UserError: there is no such checkpoint.

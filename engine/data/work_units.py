@@ -6,10 +6,10 @@ import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.data.formats import Sample, detect_format, parse_record, read_samples
 from engine.data.record_files import Place, Record, first_byte, line_record, read_records
+from engine.data.tables import TableFile, is_table, open_parquet
 from engine.errors import UserError
 from engine.files.documents import open_file
 
@@ -50,7 +50,7 @@ def _units(file: Path) -> Iterable[Unit]:
     size = file.stat().st_size
     if file.suffix.lower() == ".parquet":
         return _row_groups(file, size)
-    if file.suffix.lower() == ".txt" or _is_array(file):
+    if file.suffix.lower() in (".txt", ".csv") or _is_array(file):
         return [Unit(file=str(file), kind="whole", start=0, end=size, first=0, size=size)]
     return _line_runs(file)
 
@@ -93,7 +93,7 @@ def _raw(unit: Unit) -> Iterator[tuple[Place, Record] | UserError]:
                 except UserError as error:
                     yield error
     else:
-        records = read_records(file)[1]
+        records = TableFile(file).records() if is_table(file) else read_records(file)[1]
         while True:
             try:
                 yield next(records)
@@ -115,7 +115,7 @@ def _first_format(file: Path) -> str:
 
 def _is_array(file: Path) -> bool:
     if file.suffix.lower() not in (".json", ".jsonl"):
-        raise UserError(f"{file} ends in '{file.suffix}', expected .jsonl, .json, .parquet or .txt; rename it.")
+        raise UserError(f"{file} ends in '{file.suffix}', expected .jsonl, .json, .parquet, .csv or .txt; rename it.")
     with open_file(file) as source:
         return first_byte(source) == b"["
 
@@ -135,19 +135,8 @@ def _line_runs(file: Path) -> Iterator[Unit]:
             start = end
 
 
-def _parquet(file: Path) -> Any:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(f"{file} is Parquet, which needs pyarrow: install it, or convert the file to JSONL.") from None
-    try:
-        return parquet.ParquetFile(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as Parquet ({error}): copy it again.") from error
-
-
 def _row_groups(file: Path, size: int) -> list[Unit]:
-    metadata = _parquet(file).metadata
+    metadata = open_parquet(file, str(file)).metadata
     units, first = [], 0
     for group in range(metadata.num_row_groups):
         share = size // metadata.num_row_groups
@@ -158,7 +147,7 @@ def _row_groups(file: Path, size: int) -> list[Unit]:
 
 def _parquet_records(unit: Unit) -> Iterator[tuple[Place, Record]]:
     file = Path(unit.file)
-    table = _parquet(file).read_row_group(unit.start)
+    table = open_parquet(file, str(file)).read_row_group(unit.start)
     number = unit.first
     for batch in table.to_batches(max_chunksize=1024):
         for record in batch.to_pylist():

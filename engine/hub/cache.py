@@ -17,7 +17,7 @@ from engine.config.hub import HubName
 from engine.files.durable import write_durably
 from engine.files.holder import take_system_lock
 from engine.files.refusals import writing
-from engine.hub.client import RemoteFile
+from engine.hub.client import RemoteFile, RepoKind
 from engine.telemetry.log import Log
 
 _DEFAULT_BRANCH = "main"
@@ -25,17 +25,18 @@ _LOOK_SECONDS = 0.2
 
 
 class CachedRepo:
-    """A model repository in the cache, which may not have been downloaded yet.
+    """A repository in the cache, which may not have been downloaded yet.
 
     Args:
         repo: OWNER/NAME.
+        kind: of it.
     """
 
-    def __init__(self, repo: str) -> None:
+    def __init__(self, repo: str, kind: RepoKind = "model") -> None:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         self.repo, self.cache = repo, Path(HF_HUB_CACHE)
-        self._name = f"models--{repo.replace('/', '--')}"
+        self._name = f"{kind}s--{repo.replace('/', '--')}"
         self.folder = self.cache / self._name
         self.blobs = self.folder / "blobs"
 

@@ -50,11 +50,13 @@ class Listing:
         repo: OWNER/NAME.
         commit: in hexadecimal.
         files: by path.
+        kind: of the repository.
     """
 
     repo: str
     commit: str
     files: Mapping[str, RemoteFile]
+    kind: RepoKind = "model"
 
 
 def endpoint() -> str:
@@ -73,14 +75,14 @@ def api() -> Any:
     return HfApi(endpoint=endpoint(), library_name="rankfold", library_version=engine.__version__)
 
 
-def list_files(repo: str, revision: str | None) -> Listing:
-    """Returns what a model repository has at a revision, None for its default branch.
+def list_files(repo: str, revision: str | None, kind: RepoKind = "model") -> Listing:
+    """Returns what a repository has at a revision, None for its default branch.
 
     Raises:
         UserError: the hub does not answer, does not have it or does not give it, or lists what no repository can hold.
     """
-    with asking(repo, revision):
-        info = api().model_info(repo, revision=revision, files_metadata=True, timeout=SECONDS)
+    with asking(repo, revision, kind=kind):
+        info = api().repo_info(repo, revision=revision, repo_type=kind, files_metadata=True, timeout=SECONDS)
     commit = info.sha
     if not isinstance(commit, str) or _SHA1.fullmatch(commit) is None:
         raise UserError(f"{endpoint()} gives {commit!r} as the commit of {repo}: this is no Hugging Face hub.")
@@ -95,7 +97,7 @@ def list_files(repo: str, revision: str | None) -> Listing:
         if not isinstance(digest, str) or shape.fullmatch(digest) is None or not isinstance(size, int) or size < 0:
             raise UserError(f"{endpoint()} lists {path} of {repo} without its size and checksum: it is not used.")
         files[path] = RemoteFile(path, size, digest)
-    return Listing(repo, commit, files)
+    return Listing(repo, commit, files, kind)
 
 
 def _is_safe(path: object) -> bool:

@@ -80,7 +80,8 @@ class Downloads:
             if file.size > _MOST_BYTES:
                 raise UserError(
                     f"{file.path} of {self._listing.repo} has {format_bytes(file.size)}, more than the hub gives over "
-                    f"plain HTTP: download it with `hf download {self._listing.repo}`, which fills the same cache."
+                    f"plain HTTP: download it with `hf download --repo-type {self._listing.kind} "
+                    f"{self._listing.repo}`, which fills the same cache."
                 )
         needed = sum(file.size - self._present(file) for file in files)
         free = shutil.disk_usage(self._cached.blobs).free
@@ -121,7 +122,7 @@ class Downloads:
     def _one(self, file: RemoteFile, advance: Callable[[int], None]) -> None:
         part, present = self._part(file), self._present(file)
         advance(present)
-        with writing(part), asking(self._listing.repo, self._listing.commit):
+        with writing(part), asking(self._listing.repo, self._listing.commit, kind=self._listing.kind):
             with part.open("r+b" if present else "wb") as out:
                 out.seek(present)
                 if present < file.size:
@@ -141,7 +142,8 @@ class Downloads:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
 
-        url = hf_hub_url(self._listing.repo, file.path, revision=self._listing.commit, endpoint=endpoint())
+        listing = self._listing
+        url = hf_hub_url(listing.repo, file.path, repo_type=listing.kind, revision=listing.commit, endpoint=endpoint())
         try:
             http_get(
                 url,

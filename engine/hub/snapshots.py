@@ -1,20 +1,13 @@
-"""Finds the snapshot of a model or an adapter in the hub's cache, and downloads it where that is permitted.
-
-Of several ranks of a machine one downloads while the others wait for the repository's lock, before they form a group
-that could time out. What the first of them found, a commit or a refusal, holds for all of its launch.
-"""
+"""Finds the snapshot of a model or an adapter in the hub's cache, and downloads it where that is permitted."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from engine.checkpoint.hf_tensors import INDEX
 from engine.config.hub import HubName, Need
-from engine.errors import UserError
-from engine.files.holder import process_start, this_machine
+from engine.hub.agreement import agreed
 from engine.hub.cache import CachedRepo
 from engine.hub.client import list_files
 from engine.hub.download import Downloads
@@ -45,21 +38,8 @@ def find_snapshot(name: HubName, *, download: bool, need: Need) -> Path | None:
             return found
         if not download:
             return None
-    with cached.alone(log) as lock:
-        notes = _Notes(lock, f"{name} {need}")
-        if notes.refusal is not None:
-            raise UserError(notes.refusal)
-        if notes.commit is not None:
-            found = _complete(cached, HubName(name.repo, notes.commit), need)
-            if found is not None:
-                return found
-        try:
-            found = _download(name, need, cached, log)
-        except UserError as error:
-            notes.leave(refusal=str(error))
-            raise
-        notes.leave(commit=found.name)
-        return found
+    commit = agreed(cached, log, f"{name} {need}", lambda: _download(name, need, cached, log))
+    return cached.snapshot_of(commit)
 
 
 def state_in_cache(name: HubName) -> str:
@@ -85,7 +65,7 @@ def _has_no_tokenizer(cached: CachedRepo, commit: str) -> bool:
     return all(cached.lacks_for_good(commit, name) for name in TOKENIZERS)
 
 
-def _download(name: HubName, need: Need, cached: CachedRepo, log: Log) -> Path:
+def _download(name: HubName, need: Need, cached: CachedRepo, log: Log) -> str:
     listing = list_files(name.repo, name.revision)
     work, total = Downloads(listing, cached, log), 0
     title = f"downloading {name.repo}"
@@ -101,44 +81,4 @@ def _download(name: HubName, need: Need, cached: CachedRepo, log: Log) -> Path:
     cached.note_revision(name.revision, listing.commit)
     done = f"{format_bytes(total)} downloaded" if total else "already there"
     log.info(f"{name}: commit {listing.commit[:12]} in {cached.cache}, {done}")
-    return snapshot
-
-
-class _Notes:
-    """What another rank of this launch has found for the same question, kept in the lock's file.
-
-    Args:
-        path: of the file, held by this process.
-        question: the name and the need.
-    """
-
-    def __init__(self, path: Path, question: str) -> None:
-        self._path, self._question, self._launch = path, question, _launch()
-        self._notes: dict[str, Any] = {}
-        if self._launch is not None:
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                found = None
-            if isinstance(found, dict) and found.get("launch") == self._launch:
-                self._notes = found
-        answer = self._notes.get(question)
-        answer = answer if isinstance(answer, dict) else {}
-        self.commit: str | None = answer.get("commit")
-        self.refusal: str | None = answer.get("refusal")
-
-    def leave(self, *, commit: str | None = None, refusal: str | None = None) -> None:
-        """Leaves an answer for the other ranks."""
-        if self._launch is not None:
-            answer = {"commit": commit, "refusal": refusal}
-            text = json.dumps({**self._notes, "launch": self._launch, self._question: answer})
-            self._path.write_text(text, encoding="utf-8")
-
-
-def _launch() -> str | None:
-    """Returns what the ranks of one start on this machine have in common; None for a process of its own."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return None
-    parent = os.getppid()
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{this_machine()} {parent} {process_start(parent)} {start}"
+    return listing.commit

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
-from engine.config.data import split_mix
+from engine.config.data import DataOptions, split_mix
+from engine.config.hub import DATA_PREFIX
 from engine.config.run import RunConfig
 from engine.data.processor_template import processor_template
 from engine.data.store_paths import is_store
@@ -53,6 +56,23 @@ def build_data(
         log.info(images.family.remark)
     read: DataReader = resolve(config.objective.kind.data)
     return read(config, launch, model, tokenizer, log, images=images, supplied=supplied or Supplied())
+
+
+def with_hub_data(data: DataOptions, supplied: Supplied | None, opened: ExitStack) -> Supplied:
+    """Adds the sources of data sets on the Hugging Face hub to what a run is supplied with.
+
+    Args:
+        data: names them, with the commits that `engine.config.snapshots.with_snapshots` has found.
+        opened: closes them when the run has ended.
+    """
+    supplied = supplied or Supplied()
+    texts = (data.train, data.validation, *(split_mix(entry)[0] for entry in data.mix))
+    named = {text for text in texts if text is not None and text.startswith(DATA_PREFIX)}
+    if not named:
+        return supplied
+    source = resolve("engine.hub.data_sets:HubRecords")
+    found = {text: opened.enter_context(source(text)) for text in sorted(named)}
+    return replace(supplied, sources={**found, **supplied.sources})
 
 
 def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer, log: Log) -> ConversationReader | None:

@@ -63,7 +63,7 @@ class DataSets:
         from engine.data.blend import blend
 
         entries = [split_mix(entry) for entry in config.data.mix]
-        more = [self.dataset(path, f"training ({path})") for path, _ in entries]
+        more = [self.dataset(path, f"training ({self.sources.get(path, path)})") for path, _ in entries]
         parts = [whole, *more]
         mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
         self.log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")

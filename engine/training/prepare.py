@@ -28,7 +28,7 @@ from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.telemetry.trackers import Trackers
 from engine.training.build import Training, build_training
-from engine.training.data import build_data
+from engine.training.data import build_data, with_hub_data
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
@@ -126,6 +126,7 @@ def begin(config: RunConfig, launch: Launch, log: Log, opened: ExitStack, suppli
     several_write = parallel.tensor * parallel.pipeline > 1 or parallel.shard != "none"
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = find_start(config, launch, log, folder, source, plan)
+    supplied = with_hub_data(config.data, supplied, opened)
     data_comes_last = bool(config.train.synthetic_steps)
     read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start, supplied)
     trackers = open_run_trackers(config, folder.path, log)

@@ -32,7 +32,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "array with a comma": ("train.json", b'[{"text": "a"},\n]', "train.json line 2: the array is not JSON"),
     "array of texts": ("train.json", b'["ab"]', "index 0: the record is of type str"),
     "deep array": ("train.json", b"[" * 100_000, "train.json: the array cannot be read (maximum recursion"),
-    "CSV": ("train.csv", b"a,b\n", "train.csv ends in '.csv', expected"),
+    "TSV": ("train.tsv", b"a\tb\n", "train.tsv ends in '.tsv', expected"),
     "gzip": ("train.jsonl.gz", b"\x1f\x8b", "train.jsonl.gz ends in '.gz', expected"),
     "no extension": ("train", b'{"text": "a"}', "train ends in '', expected"),
     "empty text": ("train.txt", b" \n", "train.txt has no text"),

@@ -68,7 +68,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an option that does not exist, or a combination that cannot work.
     """
-    parser = CommandLine(prog="rankfold quickstart", description=__doc__)
+    parser = CommandLine(description=__doc__)
     parser.add_argument("--out", type=Path, help=f"folder for everything that is made (default: {DEFAULT_OUT})")
     parser.add_argument("--model", type=Path, metavar="HF_DIR", help="a Hugging Face model of your own (with --data)")
     parser.add_argument("--data", type=Path, metavar="FILE.jsonl", help="records of your own (with --model)")

@@ -48,7 +48,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("trian", "rankfold has no command 'trian', but train, convert, "),
+        ("trian", "rankfold has no command 'trian', but quickstart, train, "),
         ("--versoin", "--versoin is not an option of rankfold: did you mean --version?"),
         ("train --lr 3", "--lr is not an option: did you mean --optim.lr?"),
         ("train --help lorra", "did you mean --help lora?"),

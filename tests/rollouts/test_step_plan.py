@@ -45,4 +45,4 @@ def _prompts(config: RunConfig) -> PromptData:
         seed=0,
     )
     tokenizer: Any = None
-    return PromptData(tokenizer=tokenizer, train=loader)
+    return PromptData(tokenizer=tokenizer, train=loader, rewards={})

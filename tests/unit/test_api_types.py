@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,11 @@ def test_a_program_is_checked(tmp_path: Path) -> None:
     program.write_text("\n".join([*lines, *WRONG]) + "\n")
     # the configuration of this repository leaves out torch, which takes longer than all the rest
     options = ["--config-file", str(REPOSITORY / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache")]
-    found, problems, _ = mypy.run([*options, str(program)])
+    limit = sys.getrecursionlimit()
+    try:
+        found, problems, _ = mypy.run([*options, str(program)])
+    finally:
+        sys.setrecursionlimit(limit)  # which mypy raises for the whole process
     assert not problems
     errors = dict(re.findall(r"program.py:(\d+): error: (.*)", found))
     assert list(errors) == [str(len(lines) + place) for place in range(1, len(WRONG) + 1)], found

@@ -184,7 +184,10 @@ def test_weights(case: str, place: Workplace, refused: Refused):
     ("path", "words"),
     [
         ("nowhere", "model.path is nowhere, which is not a folder"),
-        ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf, which is not a folder, but looks like a model on the Hugging Face hub"),
+        (
+            "meta-llama/Llama-2-7b-hf",
+            "meta-llama/Llama-2-7b-hf, which is not a folder, but looks like a model on the Hugging Face hub",
+        ),
         ("", "model.path is empty"),
     ],
 )

@@ -33,7 +33,7 @@ class _Tokenizer:
 class _Scorer:
     """Rewards that differ within each group."""
 
-    def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
+    def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str], in_program: object) -> None:
         pass
 
     def score(self, samples: Sequence[Sample]) -> Scores:
@@ -81,5 +81,13 @@ def rollout_source(config: RunConfig, launch: Launch, training: Training) -> Rol
     )
     tokenizer: Any = _Tokenizer()
     return RolloutSource(
-        config, launch, training, loader, tokenizer, run_dir=Path(), metrics=MetricsWriter(None), say=lambda line: None
+        config,
+        launch,
+        training,
+        loader,
+        tokenizer,
+        run_dir=Path(),
+        rewards={},
+        metrics=MetricsWriter(None),
+        say=lambda line: None,
     )

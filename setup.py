@@ -22,6 +22,7 @@ EXTRAS = {
     # what writes and checks the log of an MLPerf run; its rules change from version to version
     "mlperf": ["mlperf-logging==4.1.68"],
     "docs": ["zensical", "mkdocstrings-python", "ruff"],  # the site of docs/: python -m tools.docs_site
+    "completion": ["shtab>=1.13"],  # rankfold completion
     "peft": ["peft"],
     "evaluate": ["lm-eval[hf]>=0.4.13"],
     # data sets by name, in formats and arrangements that their cards describe; Parquet files, local ones too
@@ -48,6 +49,7 @@ EXTRAS = {
         "pytest",
         "pytest-timeout",
         "ruff",
+        "shtab>=1.13",
         "starlette",
         "tensorboard",
         "trl",

@@ -29,6 +29,7 @@ COMMANDS = {
     "launch": "write the file by which Slurm, Kubernetes, SkyPilot or Ray runs a training",
     "report": "write an HTML report of one or more runs",
     "benchmark": "compare speed and memory with transformers + PEFT and the machine's limits",
+    "completion": "print the script by which a shell completes all of this at TAB",
 }
 """Name -> its purpose. Each is a module of this package with `main()`."""
 

@@ -31,7 +31,8 @@ from rankfold.benchmarking.options import add_options, read_options
 from rankfold.benchmarking.sections import SECTIONS
 
 
-def _parser() -> CommandLine:
+def build_parser() -> CommandLine:
+    """Returns the parser with all subcommands."""
     parser = CommandLine(description=__doc__)
     sections = parser.add_subparsers(dest="section", required=True, metavar="SECTION")
     for name, kind in SECTIONS.items():
@@ -55,7 +56,7 @@ def _write(path: Path | None, text: str) -> None:
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    arguments = build_parser().parse_args()
     options = read_options(arguments, SECTIONS[arguments.section])
     # imported after the options are known to be sound: torch and transformers take seconds to load
     module = arguments.section.replace("-", "_")

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import argparse
 
-from engine.config.command_line import named_as
+from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import with_local_folders
 from engine.errors import LostRankError, UserError
-from rankfold.chatting.options import build_parser, chosen_sampling, recommended_sampling, sampling_line, settle
+from rankfold.chatting import options
+from rankfold.chatting.options import chosen_sampling, recommended_sampling, sampling_line, settle
 from rankfold.generating.options import limits, model_choice
 
 _A_WEEK = 7 * 86400.0
 """Seconds for which the other ranks wait for a person."""
 
 
+def build_parser() -> CommandLine:
+    """Returns the parser with all options."""
+    return options.build_parser(__doc__)
+
+
 def main() -> None:
-    arguments = build_parser(__doc__).parse_args()
+    arguments = build_parser().parse_args()
     with named_as(arguments.stands_for):
         _check(arguments)
         _chat(with_local_folders(arguments))
@@ -35,7 +41,7 @@ def check_ranks(words: list[str], world_size: int) -> None:
     Raises:
         UserError: an option cannot be used.
     """
-    arguments = build_parser(__doc__).parse_args(words)
+    arguments = build_parser().parse_args(words)
     with named_as(arguments.stands_for):
         _check(arguments)
 

@@ -33,7 +33,7 @@ _TENSOR = {"parallel.tensor": "--tensor"}
 _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+def build_parser(command: str | None = None) -> CommandLine:
     """Builds the command line; needs no torch, so that --help is quick.
 
     Args:

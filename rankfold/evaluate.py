@@ -10,14 +10,20 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from engine.config.command_line import named_as
+from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import with_local_folders
 from engine.errors import LostRankError, UserError
-from rankfold.evaluating.options import build_parser, model_choice, task_choice
+from rankfold.evaluating import options
+from rankfold.evaluating.options import model_choice, task_choice
+
+
+def build_parser() -> CommandLine:
+    """Returns the parser with all options."""
+    return options.build_parser(__doc__)
 
 
 def main() -> None:
-    arguments = build_parser(__doc__).parse_args()
+    arguments = build_parser().parse_args()
     with named_as(arguments.stands_for):
         _check(arguments)
         _evaluate(with_local_folders(arguments))
@@ -29,14 +35,14 @@ def check_ranks(words: list[str], world_size: int) -> None:
     Raises:
         UserError: an option cannot be used.
     """
-    arguments = build_parser(__doc__).parse_args(words)
+    arguments = build_parser().parse_args(words)
     with named_as(arguments.stands_for):
         _check(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for options in (model_choice, task_choice):
-        options(arguments)
+    for check in (model_choice, task_choice):
+        check(arguments)
     require_harness()
 
 

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import argparse
 
-from engine.config.command_line import named_as
+from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import with_local_folders
 from engine.errors import LostRankError
-from rankfold.generating.options import build_parser, check_prompts, limits, model_choice, sampling
+from rankfold.generating import options
+from rankfold.generating.options import check_prompts, limits, model_choice, sampling
 
 _A_WEEK = 7 * 86400.0
 
 
+def build_parser() -> CommandLine:
+    """Returns the parser with all options."""
+    return options.build_parser(__doc__)
+
+
 def main() -> None:
-    arguments = build_parser(__doc__).parse_args()
+    arguments = build_parser().parse_args()
     with named_as(arguments.stands_for):
         _check(arguments)
         _generate(with_local_folders(arguments))
@@ -30,15 +36,15 @@ def check_ranks(words: list[str], world_size: int) -> None:
     Raises:
         UserError: an option cannot be used.
     """
-    arguments = build_parser(__doc__).parse_args(words)
+    arguments = build_parser().parse_args(words)
     with named_as(arguments.stands_for):
         _check(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     check_prompts(arguments)
-    for options in (model_choice, sampling, limits):
-        options(arguments)
+    for check in (model_choice, sampling, limits):
+        check(arguments)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

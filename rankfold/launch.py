@@ -12,7 +12,14 @@ from __future__ import annotations
 
 import sys
 
+from engine.config.command_line import CommandLine
+from rankfold.launching import options
 from rankfold.launching.command import launch
+
+
+def build_parser() -> CommandLine:
+    """Returns the parser of the options that are not a run's."""
+    return options.build_parser(__doc__)
 
 
 def main() -> None:

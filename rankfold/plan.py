@@ -20,7 +20,8 @@ COMMANDS = {"schedule": schedule, "memory": memory, "adapters": adapters, "certi
 imported for every command line, also for --help: they import torch inside `run` where they need it."""
 
 
-def _parser() -> CommandLine:
+def build_parser() -> CommandLine:
+    """Returns the parser with all subcommands."""
     parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
@@ -36,6 +37,6 @@ def _parser() -> CommandLine:
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    arguments = build_parser().parse_args()
     with named_as(arguments.stands_for):
         COMMANDS[arguments.command].run(with_local_folders(arguments))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.vision.data.family import VisionFamily
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandLine:
     """Builds the command line; needs no torch, so that --help is quick."""
     parser = CommandLine(
         description=__doc__,

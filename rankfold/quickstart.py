@@ -68,17 +68,22 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an option that does not exist, or a combination that cannot work.
     """
+    place = words.index("--") if "--" in words else len(words)
+    options = build_parser().parse_args(words[:place])
+    options.lora_options = tuple(words[place + 1 :])
+    _check(options)
+    return options
+
+
+def build_parser() -> CommandLine:
+    """Returns the parser of the words before `--`."""
     parser = CommandLine(description=__doc__)
     parser.add_argument("--out", type=Path, help=f"folder for everything that is made (default: {DEFAULT_OUT})")
     parser.add_argument("--model", type=Path, metavar="HF_DIR", help="a Hugging Face model of your own (with --data)")
     parser.add_argument("--data", type=Path, metavar="FILE.jsonl", help="records of your own (with --model)")
     parser.add_argument("--fresh", action="store_true", help="remove the folder and start over")
     parser.add_argument("--pretrain-steps", type=int, metavar="N", help="steps of the small model's pretraining")
-    place = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:place])
-    options.lora_options = tuple(words[place + 1 :])
-    _check(options)
-    return options
+    return parser
 
 
 def _check(options: argparse.Namespace) -> None:

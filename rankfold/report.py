@@ -18,11 +18,16 @@ from engine.files.durable import write_durably
 from engine.files.refusals import writing
 
 
-def main() -> None:
+def build_parser() -> CommandLine:
+    """Returns the parser with all options."""
     parser = CommandLine(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     # imported after the help, which draws nothing
     from rankfold.reporting.page import page
     from rankfold.reporting.reading import read_runs

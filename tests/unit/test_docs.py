@@ -7,17 +7,14 @@ import re
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine.config.option_names import option_types, sections
-from rankfold import benchmark, convert, plan, preprocess
+from rankfold import benchmark, chat, convert, generate, plan, preprocess
 from rankfold.__main__ import COMMANDS
 from rankfold.benchmarking.sections import SECTIONS
-from rankfold.chatting import options as chat_options
-from rankfold.generating import options
 
 ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
@@ -35,10 +32,10 @@ _INLINE = re.compile(r"`((?:rankfold|python tools/)[^`\n]+)`")
 _PARSERS: dict[str, Callable[[], ArgumentParser]] = {
     "convert": convert.build_parser,
     "preprocess": preprocess.build_parser,
-    "generate": partial(options.build_parser, None),
-    "chat": partial(chat_options.build_parser, None),
-    "plan": plan._parser,
-    "benchmark": benchmark._parser,
+    "generate": generate.build_parser,
+    "chat": chat.build_parser,
+    "plan": plan.build_parser,
+    "benchmark": benchmark.build_parser,
 }
 
 

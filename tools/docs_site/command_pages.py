@@ -6,12 +6,10 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from unittest.mock import patch
 
-from engine.config.command_line import CommandLine
 from rankfold.__main__ import COMMANDS
 from tools.docs_site.code_names import as_code
 
@@ -30,13 +28,6 @@ status 2; a command that did what was asked ends with status 0.
 _LINE = re.compile(r"^(\S+=\S+ )*(rankfold|torchrun|python|bash|source|eval) ")
 
 
-class _Parsed(BaseException):
-    """Carries a parser out of the command that made it."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
 def command_names() -> list[str]:
     """Returns the commands in the order of the command's own help."""
     return [*COMMANDS]
@@ -44,17 +35,10 @@ def command_names() -> list[str]:
 
 @cache
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command, taken where the command would begin to parse.
-
-    Raises:
-        RuntimeError: the command parses nothing.
-    """
-    with patch.object(CommandLine, "parse_args", _caught), _called(command):
-        try:
-            import_module(f"rankfold.{command}").main()
-        except _Parsed as found:
-            return found.parser
-    raise RuntimeError(f"rankfold {command} has no parser")
+    """Returns the parser of a command other than RUN, named as on its command line."""
+    with patch.object(sys, "argv", [f"rankfold {command}"]):
+        parser: argparse.ArgumentParser = import_module(f"rankfold.{command}").build_parser()
+    return parser
 
 
 def command_pages() -> dict[str, str]:
@@ -92,16 +76,6 @@ def described(text: str) -> str:
         "\n".join(f"    {line}" for line in lines) if is_command else as_code(" ".join(map(str.strip, lines)))
         for is_command, lines in blocks
     )
-
-
-def _caught(parser: argparse.ArgumentParser, *arguments: object) -> None:
-    raise _Parsed(parser)
-
-
-@contextmanager
-def _called(command: str) -> Iterator[None]:
-    with patch.object(sys, "argv", [f"rankfold {command}"]):
-        yield
 
 
 def _about_run() -> str:

@@ -17,7 +17,8 @@ from engine.files.refusals import writing
 from engine.telemetry.output import say
 from rankfold.launching import kubernetes, ray_train, skypilot, slurm
 from rankfold.launching.job import Job
-from rankfold.launching.options import Request, read_request
+from rankfold.launching.options import read_request
+from rankfold.launching.remarks import remarks
 
 _ENDINGS = {"slurm": "", "ray": ".py"}
 _MARK = "Written by rankfold launch "
@@ -43,17 +44,18 @@ def launch(words: Sequence[str], description: str | None = None) -> None:
         # imported where it is asked: the planner needs torch
         from rankfold.launching.planned import planned_words
 
-        more, config = planned_words(request.config, job.nodes * job.ranks, request.gpu_memory)
+        more, config = planned_words(request.config, job, request.gpu_memory)
         check_world(config, job.nodes * job.ranks)
         job = replace(job, words=(*job.words, *more))
     path = request.out or Path(f"{job.name}.{request.target}{_ENDINGS.get(request.target, '.yaml')}")
     _check_free(path)
+    text = text_of(request.target, job)
     with writing(path), write_named(path) as file:
-        file.write(text_of(request.target, job))
-    for line in _remarks(request):
+        file.write(text)
+    for line in remarks(request.target, job, request.config):
         say(line)
-    command = [*_NEXT.get(request.target, ["kubectl", "apply", "-f"]), str(path)]
-    print(f"{path} is written; to start it:\n\n    {shlex.join(command)}", flush=True)
+    command = _command(request.target, job, path)
+    say(f"{path} is written; to start it:\n\n    {shlex.join(command)}", sys.stdout)
     if request.submit:
         _submit(command)
 
@@ -76,6 +78,14 @@ def text_of(target: str, job: Job) -> str:
             return ray_train.script(job, about)
 
 
+def _command(target: str, job: Job, path: Path) -> list[str]:
+    """Returns the words of the command that submits the file."""
+    file = str(path) if not str(path).startswith("-") else f"./{path}"
+    # SkyPilot takes the value from the environment of this command; without it, from a store of its own
+    named = [word for name in job.secrets for word in ("--secret", name)] if target == "skypilot" else []
+    return [*_NEXT.get(target, ["kubectl", "apply", "-f"]), *named, file]
+
+
 def _check_free(path: Path) -> None:
     """Refuses to replace a file that somebody else wrote, such as the run file.
 
@@ -84,26 +94,6 @@ def _check_free(path: Path) -> None:
     """
     if path.is_file() and _MARK not in path.read_bytes()[:200].decode(errors="replace"):
         raise UserError(f"{path} exists and was not written by rankfold launch: give another --out.")
-
-
-def _remarks(request: Request) -> list[str]:
-    """Returns what is not wrong, but may not be meant."""
-    found = []
-    if request.config.checkpoint.every is None:
-        found.append(
-            "checkpoint.every is not set: a run that is told to stop saves, but after a crash or a lost machine it "
-            "starts from its beginning"
-        )
-    containers = request.target not in ("slurm", "ray")
-    paths = [request.config.model.path, request.config.data.train, request.job.run_dir]
-    relative = [path for path in paths if path is not None and not Path(path).is_absolute() and "://" not in path]
-    if containers and relative and request.job.workdir is None:
-        found.append(f"relative to the container's folder, as --workdir is not given: {', '.join(relative)}")
-    if containers and not request.job.mounts:
-        found.append(
-            "no --mount is given: the image must hold model and data, and the run's folder is lost with the node"
-        )
-    return found
 
 
 def _submit(command: list[str]) -> None:

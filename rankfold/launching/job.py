@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 PORT = 29400
 """Of the rendezvous."""
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "POD_IP",
+    "JOB_COMPLETION_INDEX",
+)  # fmt: skip
+"""Variables by which schedulers and launchers tell a process its place."""
 NCCL = {"NCCL_DEBUG": "WARN"}
 """Variables of every job on GPUs, which --env overrides."""
 
@@ -24,6 +29,10 @@ class Mount:
     kind: str
     source: str
     path: str
+
+    def holds(self, path: str | None) -> bool:
+        """Returns whether a path of the run is on this storage."""
+        return path is not None and f"{path}/".startswith(f"{self.path}/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +65,7 @@ class Job:
         accelerator: SkyPilot's name of a GPU.
         infra: SkyPilot's cloud, as aws/us-east-1; None for any.
         spot: whether preemptible machines are asked for.
-        batch_options: Slurm's further options, as {"partition": "gpu"}.
+        batch_options: Slurm's further options, as {"partition": "gpu"}; None for one without a value.
     """
 
     name: str
@@ -88,7 +97,7 @@ class Job:
     accelerator: str | None = None
     infra: str | None = None
     spot: bool = False
-    batch_options: Mapping[str, str] = field(default_factory=dict)
+    batch_options: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, str]:

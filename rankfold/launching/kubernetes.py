@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from engine.telemetry.errors import EXIT_STOPPED
 from rankfold.launching.job import Job
+from rankfold.launching.yaml_text import to_yaml
 
 Document = dict[str, Any]
 
@@ -79,22 +78,7 @@ def to_text(documents: list[Document], about: str) -> str:
     Args:
         about: a comment at its top.
     """
-    dumped = [yaml.dump(one, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120) for one in documents]
-    return f"# {about}\n" + "---\n".join(dumped)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what stands twice twice, and texts of several lines as such."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _represent_text)
+    return f"# {about}\n" + "---\n".join(map(to_yaml, documents))
 
 
 def _object(job: Job, version: str, kind: str, spec: Document, labels: dict[str, str] | None = None) -> Document:
@@ -169,8 +153,8 @@ def _pod(job: Job, head: str, node_rank: str, *, container: str = _NODE, port: s
         node_rank: variable with the pod's number.
         container, port: their names.
     """
-    # the kubelet would replace what looks like a variable in the user's own words
-    plain = replace(job, words=tuple(word.replace("$(", "$$(") for word in job.words))
+    run_dir = None if job.run_dir is None else _plain(job.run_dir)
+    plain = replace(job, words=tuple(map(_plain, job.words)), run_dir=run_dir)
     command = plain.train(
         config=_CONFIG,
         node_rank=node_rank,
@@ -179,7 +163,7 @@ def _pod(job: Job, head: str, node_rank: str, *, container: str = _NODE, port: s
         local_addr="$(POD_IP)",
     )
     environment: list[Document] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
-    environment += [{"name": name, "value": value} for name, value in job.variables.items()]
+    environment += [{"name": name, "value": _plain(value)} for name, value in job.variables.items()]
     environment += [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
         for name, (secret, key) in job.secrets.items()
@@ -190,7 +174,7 @@ def _pod(job: Job, head: str, node_rank: str, *, container: str = _NODE, port: s
     ]
     volumes: list[Document] = [
         {"name": "run", "configMap": {"name": job.name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shm:g}Gi"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _size(job.shm)}},
     ]
     for number, one in enumerate(job.mounts):
         mounts.append({"name": f"storage-{number}", "mountPath": one.path})
@@ -223,6 +207,11 @@ def _pod(job: Job, head: str, node_rank: str, *, container: str = _NODE, port: s
     return pod
 
 
+def _plain(text: str) -> str:
+    """Returns a text from which the kubelet makes `text`: it replaces $(NAME) by variables, and $$ by $."""
+    return text.replace("$", "$$")
+
+
 def _resources(job: Job) -> Document:
     """Returns requests that are limits too: what a rank was promised must be there."""
     amounts: dict[str, str] = {}
@@ -231,8 +220,13 @@ def _resources(job: Job) -> Document:
     if job.cpus is not None:
         amounts["cpu"] = str(job.cpus)
     if job.memory is not None:
-        amounts["memory"] = f"{job.memory:g}Gi"
+        amounts["memory"] = _size(job.memory)
     return {"requests": dict(amounts), "limits": amounts} if amounts else {}
+
+
+def _size(gib: float) -> str:
+    """Returns a size as Kubernetes writes it."""
+    return f"{gib:.0f}Gi" if gib == int(gib) else f"{gib * 1024:.0f}Mi"
 
 
 def _toleration(key: str, value: str | None, effect: str | None) -> Document:

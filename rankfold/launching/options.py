@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.config.command_line import CommandLine
 from engine.config.load import has_adapters, parse_config
@@ -18,7 +17,9 @@ from engine.config.run import RunConfig
 from engine.config.units import read_gib
 from engine.errors import UserError
 from engine.files.documents import read_text
-from rankfold.launching.job import PORT, Job, Mount
+from rankfold.launching import values
+from rankfold.launching.job import PORT, Job
+from rankfold.launching.slurm import notice_before_limit
 
 KUBERNETES = ("jobset", "trainjob", "pytorchjob")
 TARGETS = ("slurm", *KUBERNETES, "skypilot", "ray")
@@ -27,10 +28,12 @@ ONLY: dict[str, tuple[str, ...]] = {
     "node_selector": KUBERNETES, "toleration": KUBERNETES, "namespace": KUBERNETES, "gpu_resource": KUBERNETES,
     "slurm": ("slurm",), "python": ("slurm",), "accelerator": ("skypilot",), "infra": ("skypilot",),
     "spot": ("skypilot",), "setup": ("skypilot",), "workdir": ("slurm", *KUBERNETES, "skypilot"),
-    "time": ("slurm", *KUBERNETES),
+    "time": ("slurm", *KUBERNETES), "port": (*KUBERNETES, "skypilot", "ray"),
 }  # fmt: skip
 """Option -> the targets that have it; all others are for every target."""
-_SIZES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DOWNLOAD = "--hub.download=true"
+_LONGEST_NOTICE = 65535
+"""Seconds before the limit at which Slurm can tell a job, at most."""
 
 
 def build_parser(description: str | None) -> CommandLine:
@@ -44,6 +47,9 @@ def build_parser(description: str | None) -> CommandLine:
         "--plan",
         action="store_true",
         help="ask the planner for the layout, and write its answer's options into the file",
+    )
+    parser.add_argument(
+        "--download", action="store_true", help="nodes download what is named as on the Hugging Face hub"
     )
     parser.add_argument(
         "--gpu-memory", type=read_gib, metavar="GIB", help="memory of a GPU, for --plan, as 80 or 80GB (default 80)"
@@ -68,7 +74,7 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
 
 def _add_life(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--name", help="of the job (default: the run file's)")
-    group.add_argument("--time", type=_seconds, metavar="TIME", help="limit, as 12h, 90m or 24:00:00")
+    group.add_argument("--time", type=values.seconds, metavar="TIME", help="limit, as 12h, 90m or 24:00:00")
     group.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="times that what failed starts again (default 3)"
     )
@@ -112,7 +118,7 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
         "--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="Kubernetes (default nvidia.com/gpu)"
     )
     group.add_argument(
-        "--slurm", action="append", default=[], metavar="OPTION=VALUE", help="Slurm: a further #SBATCH line"
+        "--slurm", action="append", default=[], metavar="OPTION[=VALUE]", help="Slurm: a further #SBATCH line"
     )
     group.add_argument(
         "--python", type=path_text, metavar="PATH", help="Slurm: Python on the nodes (default: this one)"
@@ -155,6 +161,11 @@ def read_request(words: Sequence[str], description: str | None = None) -> Reques
     arguments = parser.parse_args(own)
     _check_target(arguments, own)
     _check_numbers(arguments)
+    values.check_forms(arguments)
+    if arguments.download:
+        run.append(_DOWNLOAD)
+    if arguments.plan:
+        _check_plan(arguments, run)
     text = read_text(arguments.config)
     given = ["--config", arguments.config, *run]
     if has_adapters(given):
@@ -164,7 +175,13 @@ def read_request(words: Sequence[str], description: str | None = None) -> Reques
         )
     config = parse_config(given)
     check_config(config)
+    if config.checkpoint.resume == "none":
+        raise UserError(
+            "checkpoint.resume is none, with which a job that starts again is refused in its own folder: set auto, "
+            "which begins anew in an empty one."
+        )
     job = _job(arguments, text, run, config)
+    values.check_texts(job)
     if not arguments.plan:
         check_world(config, job.nodes * job.ranks)
     return Request(
@@ -173,7 +190,7 @@ def read_request(words: Sequence[str], description: str | None = None) -> Reques
         config=config,
         out=arguments.out,
         submit=arguments.submit,
-        gpu_memory=(arguments.gpu_memory or 80.0) if arguments.plan else None,
+        gpu_memory=_gpu_memory(arguments) if arguments.plan else None,
     )
 
 
@@ -216,10 +233,47 @@ def _check_target(arguments: argparse.Namespace, words: Sequence[str]) -> None:
             )
     if arguments.gpu_memory is not None and not arguments.plan:
         raise UserError("--gpu-memory is for --plan, which is not given: add it, or leave --gpu-memory out.")
+    if not arguments.gpus_per_node and arguments.accelerator is not None:
+        raise UserError("--accelerator is given with --gpus-per-node 0: leave one of them out.")
+    if arguments.target == "skypilot" and arguments.workdir is not None and not Path(arguments.workdir).is_dir():
+        raise UserError(
+            f"--workdir is {arguments.workdir}, which is no folder here, but SkyPilot copies it from here to the "
+            "nodes: change it."
+        )
+    if arguments.target in KUBERNETES and arguments.workdir is not None and not arguments.workdir.startswith("/"):
+        raise UserError(
+            f"--workdir is {arguments.workdir}, but a path of the container that begins with / is expected: change it."
+        )
     if arguments.plan and not arguments.gpus_per_node:
         raise UserError(
             "--plan is given with --gpus-per-node 0, but the planner answers for GPUs: leave one of them out."
         )
+
+
+def _check_plan(arguments: argparse.Namespace, run: Sequence[str]) -> None:
+    """Refuses a plan that contradicts the run's options, or that is for another GPU than the job gets.
+
+    Raises:
+        UserError: it does.
+    """
+    chosen = next((word.partition("=")[0] for word in run if word.startswith(("--parallel.", "--memory."))), None)
+    if chosen is not None:
+        raise UserError(f"--plan chooses what {chosen} sets: leave one of them out.")
+    if _gpu_memory(arguments) is None:
+        raise UserError(
+            f"--plan is given with --accelerator {arguments.accelerator}, but not its memory: add --gpu-memory, as "
+            "--gpu-memory 80."
+        )
+
+
+def _gpu_memory(arguments: argparse.Namespace) -> float | None:
+    """Returns GiB of a GPU: as given, as in the name of an accelerator, or 80; None of an accelerator without."""
+    if arguments.gpu_memory is not None:
+        return float(arguments.gpu_memory)
+    if arguments.accelerator is None:
+        return 80.0
+    named = re.search(r"-(\d{2,3})GB", arguments.accelerator, re.IGNORECASE)
+    return float(named[1]) if named else None
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
@@ -232,12 +286,39 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{option.replace('_', '-')} is {value}, but {least} to {most} is expected: change it.")
     for option in ("memory", "shm", "gpu_memory"):
         size = getattr(arguments, option)
-        if size is not None and not 0 < size < 2**20:
-            raise UserError(f"--{option.replace('_', '-')} is {size:g}, but a size above 0 GiB is expected: change it.")
+        if size is not None and not 2**-10 <= size < 2**20:
+            raise UserError(
+                f"--{option.replace('_', '-')} is {size:g}, but a size from 1 MiB to a PiB is expected, in GiB: change "
+                "it."
+            )
+    gpus, ranks = arguments.gpus_per_node, arguments.ranks_per_node
+    if ranks is not None and 0 < gpus < ranks:
+        raise UserError(
+            f"--ranks-per-node is {ranks} and --gpus-per-node {gpus}, but each rank needs a GPU of its own: give at "
+            f"most --ranks-per-node {gpus}, or --gpus-per-node 0 for ranks on CPUs."
+        )
+    if arguments.target == "slurm":
+        _check_notice(arguments)
+
+
+def _check_notice(arguments: argparse.Namespace) -> None:
+    """Refuses a job that Slurm would stop as soon as it starts, or cannot tell in time."""
+    notice = notice_before_limit(arguments.grace)
+    if notice > _LONGEST_NOTICE:
+        raise UserError(
+            f"--grace is {arguments.grace}, but Slurm tells a job at most {_LONGEST_NOTICE} seconds before its limit: "
+            f"give at most {_LONGEST_NOTICE - notice_before_limit(0)}."
+        )
+    if arguments.time is not None and arguments.time <= 2 * notice:
+        raise UserError(
+            f"--time is {arguments.time} seconds, of which the last {notice} are for the save and its --grace: give "
+            f"more than {2 * notice} seconds, or less --grace."
+        )
 
 
 def _job(arguments: argparse.Namespace, text: str, run: Sequence[str], config: RunConfig) -> Job:
     ranks = arguments.ranks_per_node or arguments.gpus_per_node or 1
+    secrets = values.secrets(arguments.target, arguments.secret, kubernetes=arguments.target in KUBERNETES)
     return Job(
         name=_name(arguments),
         config_path=str(Path(arguments.config).absolute()),
@@ -258,17 +339,17 @@ def _job(arguments: argparse.Namespace, text: str, run: Sequence[str], config: R
         image=arguments.image,
         setup=arguments.setup,
         workdir=arguments.workdir,
-        mounts=tuple(_mount(arguments.target, one) for one in arguments.mount),
-        environment=dict(_pair("--env", one, _is_variable) for one in arguments.env),
-        secrets=dict(_secret(one) for one in arguments.secret),
-        node_selector=dict(_pair("--node-selector", one) for one in arguments.node_selector),
-        tolerations=tuple(_toleration(one) for one in arguments.toleration),
+        mounts=values.mounts(arguments.target, arguments.mount),
+        environment=values.variables(arguments.env, secrets),
+        secrets=secrets,
+        node_selector=dict(values.node_label(one) for one in arguments.node_selector),
+        tolerations=tuple(values.toleration(one) for one in arguments.toleration),
         gpu_resource=arguments.gpu_resource,
         namespace=arguments.namespace,
         accelerator=arguments.accelerator,
         infra=arguments.infra,
         spot=arguments.spot,
-        batch_options=dict(_pair("--slurm", one) for one in arguments.slurm),
+        batch_options=values.batch_options(arguments.slurm),
     )
 
 
@@ -287,63 +368,11 @@ def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> str | None:
 
 def _name(arguments: argparse.Namespace) -> str:
     stem = Path(arguments.config).name.partition(".")[0].lower()
-    name = arguments.name or re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:40].strip("-") or "run"
+    plain = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")
+    name = arguments.name or (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise UserError(
             f"--name is {name!r}, but at most 40 lower-case letters, digits and dashes are expected, a letter first: "
             "give such a name."
         )
     return name
-
-
-def _is_variable(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_]\w*", name) is not None
-
-
-def _pair(option: str, text: str, is_name: Callable[[str], bool] = bool) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not is_name(name):
-        raise UserError(f"{option} is {text!r}, but NAME=VALUE is expected: change it.")
-    return name, value
-
-
-def _secret(text: str) -> tuple[str, tuple[str, str]]:
-    name, equals, source = text.partition("=")
-    secret, _, key = source.partition("/")
-    if not _is_variable(name) or (equals and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", secret)):
-        raise UserError(
-            f"--secret is {name!r}{' with a name that no secret can have' if equals else ''}, but NAME or "
-            "NAME=SECRET/KEY is expected, the name of a secret and never its value: change it."
-        )
-    return name, (secret or name.lower().replace("_", "-"), key or name)
-
-
-def _mount(target: str, text: str) -> Mount:
-    source, equals, path = text.rpartition("=")
-    kind, colon, where = source.partition(":")
-    kinds = ("volume", "s3", "gs", "r2", "azure", "cos", "oci") if target == "skypilot" else ("pvc", "host")
-    if not equals or not colon or kind not in kinds or not path.startswith(("/", "~/")):
-        example = "s3://bucket=/data" if target == "skypilot" else "pvc:claim=/data"
-        raise UserError(f"--mount is {text!r}, but one of {', '.join(kinds)} with a path is expected, as {example}.")
-    if kind == "host" and not where.startswith("/"):
-        raise UserError(f"--mount is {text!r}, but host: needs a path from the root: change it.")
-    return Mount(kind=kind, source=where.removeprefix("//"), path=path)
-
-
-def _toleration(text: str) -> tuple[str, str | None, str | None]:
-    rest, _, effect = text.partition(":")
-    key, equals, value = rest.partition("=")
-    effects = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
-    if not key or effect not in effects:
-        raise UserError(
-            f"--toleration is {text!r}, but KEY[=VALUE][:EFFECT] is expected, as gpu:NoSchedule: change it."
-        )
-    return key, value if equals else None, effect or None
-
-
-def _seconds(text: str) -> Any:
-    if found := re.fullmatch(r"(\d+)([smhd])", text):
-        return int(found[1]) * _SIZES[found[2]]
-    if found := re.fullmatch(r"(\d+):(\d\d):(\d\d)", text):
-        return int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3])
-    raise argparse.ArgumentTypeError(f"is {text!r}, but a time such as 12h, 90m or 24:00:00 is expected: change it.")

@@ -7,8 +7,9 @@ their own beside the worker, because the run makes its process groups itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from rankfold.launching.job import Job
+from rankfold.launching.job import RANK_VARIABLES, Job
 
 _TEMPLATE = '''\
 """@ABOUT@
@@ -33,7 +34,9 @@ RUN_FILE = """\\
 @CONFIG@"""
 COMMAND = @COMMAND@
 ENVIRONMENT = @ENVIRONMENT@
-RANKS_OF_RAY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+SECRETS = {name: os.environ.get(name, "") for name in @SECRETS@}
+"""Of the environment in which this script is started. They travel with `train_node`: Ray shows runtime environments."""
+RANKS_OF_RAY = @RANKS@
 
 
 def end_with_the_worker() -> None:
@@ -56,7 +59,7 @@ def train_node() -> None:
             "<config>": str(run_file),
         }
         words = [sys.executable, "-m", *(places.get(word, word) for word in COMMAND)]
-        ranks = subprocess.Popen(words, env={**environment, **ENVIRONMENT}, preexec_fn=end_with_the_worker)
+        ranks = subprocess.Popen(words, env={**environment, **ENVIRONMENT, **SECRETS}, preexec_fn=end_with_the_worker)
         try:
             status = ranks.wait()
         finally:
@@ -68,7 +71,9 @@ def train_node() -> None:
 
 
 if __name__ == "__main__":
-    ray.init(@INIT@)
+    if missing := [name for name, value in SECRETS.items() if not value]:
+        sys.exit(f"error: {', '.join(missing)} is not set: export it before this script is started.")
+    ray.init()
     trainer = TorchTrainer(
         train_node,
         torch_config=TorchConfig(backend="gloo"),
@@ -98,14 +103,14 @@ def script(job: Job, about: str) -> str:
         resources["GPU"] = job.gpus
     if job.memory is not None:
         resources["memory"] = job.memory * 2**30
-    named = ", ".join(f'"{name}": os.environ["{name}"]' for name in job.secrets)
     parts = {
-        "ABOUT": about,
-        "CONFIG": job.config_text.replace("\\", "\\\\").replace('"', '\\"'),
+        "ABOUT": _escaped(about),
+        "CONFIG": _escaped(job.config_text),
         "COMMAND": _listed(command),
         "ENVIRONMENT": repr(job.variables),
         "PORT": str(job.port),
-        "INIT": f'runtime_env={{"env_vars": {{{named}}}}}' if named else "",
+        "SECRETS": _listed(job.secrets),
+        "RANKS": _listed(RANK_VARIABLES),
         "NODES": str(job.nodes),
         "USE_GPU": str(job.gpus > 0),
         "RESOURCES": repr(resources),
@@ -117,5 +122,11 @@ def script(job: Job, about: str) -> str:
     return re.sub(r"@([A-Z_]+)@", lambda found: parts[found[1]], _TEMPLATE)
 
 
-def _listed(words: list[str]) -> str:
-    return "[\n" + "".join(f"    {word!r},\n" for word in words) + "]"
+def _escaped(text: str) -> str:
+    """Returns a text as it stands between three quotation marks; line breaks stay, and are not taken for others."""
+    plain = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(one if one == "\n" or one.isprintable() else one.encode("unicode_escape").decode() for one in plain)
+
+
+def _listed(words: Iterable[str]) -> str:
+    return "[\n" + "".join(f"    {word!r},\n" for word in words) + "]" if words else "[]"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import yaml
-
 from engine.telemetry.errors import EXIT_LOST_RANK, EXIT_STOPPED
 from rankfold.launching.job import Job
+from rankfold.launching.yaml_text import to_yaml
 
 _CONFIG = "~/rankfold-run.yaml"
 
@@ -41,7 +40,9 @@ def task(job: Job) -> dict[str, Any]:
         if one.kind == "volume":
             found.setdefault("volumes", {})[one.path] = one.source
         else:
-            found["file_mounts"][one.path] = {"source": f"{one.kind}://{one.source}", "mode": "MOUNT"}
+            # a run appends to files and renames folders, which a bucket alone cannot
+            mode = "MOUNT_CACHED" if one.holds(job.run_dir) else "MOUNT"
+            found["file_mounts"][one.path] = {"source": f"{one.kind}://{one.source}", "mode": mode}
     if job.variables:
         found["envs"] = job.variables
     if job.secrets:
@@ -54,7 +55,7 @@ def task(job: Job) -> dict[str, Any]:
 
 def to_text(job: Job, about: str) -> str:
     """Returns the task as YAML, with a comment at its top."""
-    return f"# {about}\n" + yaml.dump(task(job), Dumper=_Dumper, sort_keys=False, width=120)
+    return f"# {about}\n" + to_yaml(task(job))
 
 
 def _run(job: Job) -> str:
@@ -69,14 +70,3 @@ def _run(job: Job) -> str:
     }
     line = " ".join(shell.get(word) or shlex.quote(word) for word in words)
     return f'mapfile -t nodes <<< "$SKYPILOT_NODE_IPS"\nexec {line}\n' if job.nodes > 1 else f"exec {line}\n"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _represent_text)

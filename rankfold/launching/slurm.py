@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 
 from rankfold.launching.job import Job
 
@@ -21,8 +22,10 @@ port=$((20000 + SLURM_JOB_ID % 20000))
 # a fixed name, which the requeued job finds again; an option on the command line that names another one wins
 run_dir=${RUN_DIR:-@RUN_DIR@}
 
-threads=$((${SLURM_CPUS_PER_TASK:-1} / ranks_per_node))
+threads=$((${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} / ranks_per_node))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+# srun does not take this from the job
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 @VARIABLES@
 launch=(
     "$python" -m rankfold train
@@ -47,7 +50,8 @@ stop() {
 }
 trap stop USR1 TERM
 
-srun --kill-on-bad-exit=1 "${launch[@]}" &
+# a task is all ranks of a node, so it is not bound to a core
+srun --kill-on-bad-exit=1 --cpu-bind=none "${launch[@]}" &
 step=$!
 # a signal ends `wait`, not the step
 while :; do
@@ -107,7 +111,7 @@ def script(job: Job, about: str) -> str:
     Args:
         about: a comment at its top.
     """
-    options: dict[str, str] = {"job-name": job.name, "nodes": str(job.nodes)}
+    options: dict[str, str | None] = {"job-name": job.name, "nodes": str(job.nodes)}
     if job.gpus:
         options["gpus-per-node"] = str(job.gpus)
     if job.cpus is not None:
@@ -116,13 +120,12 @@ def script(job: Job, about: str) -> str:
         options["mem"] = f"{job.memory * 1024:.0f}M"
     if job.workdir is not None:
         options["chdir"] = job.workdir
-    options |= job.batch_options
     variables = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
     variables += [f': "${{{name}:?is not set: export it before sbatch}}"' for name in job.secrets]
     words = "".join(f"    {shlex.quote(word)}\n" for word in job.words)
     return _filled(
         ABOUT=f"# {about}\n# Options of the run may stand behind its name: sbatch FILE [OPTION VALUE]...",
-        BATCH=_batch(options, _limit(job.seconds), job.grace + 60),
+        BATCH=_batch(options, _limit(job.seconds), notice_before_limit(job.grace), job.batch_options),
         FOLDERS=f"\npython=${{PYTHON:-{shlex.quote(job.python)}}}",
         RANKS=str(job.ranks),
         RUN_DIR="runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" if job.run_dir is None else shlex.quote(job.run_dir),
@@ -134,21 +137,43 @@ def script(job: Job, about: str) -> str:
     )
 
 
-def _batch(options: dict[str, str], limit: str, notice: int) -> str:
-    head = [f"#SBATCH --{name}={value}" for name, value in options.items()]
-    return "\n".join(
-        [
-            *head,
-            "#SBATCH --ntasks-per-node=1",
-            "#SBATCH --exclusive",
-            f"#SBATCH --time={limit}",
-            "#SBATCH --requeue",
-            "#SBATCH --open-mode=append",
-            "#SBATCH --output=%x-%j.log",
-            "# this script is told so many seconds before the limit; it is the time that the last save may take",
-            f"#SBATCH --signal=B:USR1@{notice}",
-        ]
-    )
+def notice_before_limit(grace: int) -> int:
+    """Returns how many seconds before its limit a job is told of it.
+
+    Args:
+        grace: seconds that a save may take; the step under way comes before it.
+    """
+    return grace + 60
+
+
+def _batch(
+    options: Mapping[str, str | None], limit: str, notice: int, further: Mapping[str, str | None] | None = None
+) -> str:
+    """Returns the lines of options.
+
+    Args:
+        options: of the job.
+        limit: of its time.
+        notice: seconds before it.
+        further: the user's options, which win.
+    """
+    found: dict[str, str | None] = {
+        **options, "ntasks-per-node": "1", "exclusive": None, "time": limit, "requeue": None, "open-mode": "append",
+        "output": "%x-%j.log", **(further or {}),
+    }  # fmt: skip
+    lines = [f"#SBATCH --{name}" + ("" if value is None else f"={_quoted(value)}") for name, value in found.items()]
+    lines += [
+        "# this script is told so many seconds before the limit; it is the time that the last save may take",
+        f"#SBATCH --signal=B:USR1@{notice}",
+    ]
+    return "\n".join(lines)
+
+
+def _quoted(value: str) -> str:
+    """Returns a value as sbatch reads it: it divides lines at spaces, outside of quotes, and ends them at #."""
+    if re.fullmatch(r"[\w@%+=:,./\[\]*-]+", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _limit(seconds: int | None) -> str:

@@ -181,6 +181,7 @@ def answer_for(
     tiles_per_row: int = 1,
     document_length: int | None = None,
     prompt_length: int | None = None,
+    node_size: int | None = None,
 ) -> Answer:
     """Searches all layouts of `devices`.
 
@@ -197,6 +198,7 @@ def answer_for(
         tiles_per_row: tiles of images in a row, for a model with vision.
         document_length: tokens of the documents of a row; None for the objective's own.
         prompt_length: tokens of a prompt, of an objective that samples; None for what completions leave of a row.
+        node_size: devices of a machine; None for those that the speeds are of.
 
     Raises:
         UserError: the model or a name in the configuration is not known.
@@ -205,6 +207,8 @@ def answer_for(
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
     chosen = machine_of(machine, gpu_memory, speeds)
+    if node_size is not None:
+        chosen = replace(chosen, node_size=node_size)
     device_type = "cpu" if machine == "cpu" else "cuda"
     workload = workload_of(config, decoder, plan, device_type=device_type, prompt=prompt_length)
     longest = workload.longest_document if document_length is None else document_length

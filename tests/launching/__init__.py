@@ -1,1 +1,1 @@
-"""Tests of the server."""
+"""Tests of files for schedulers and of --nproc."""

@@ -27,17 +27,6 @@ NEEDED = {
 FILES = {"slurm": "run.slurm", "ray": "run.ray.py", "skypilot": "run.skypilot.yaml"}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a run file that needs neither model nor data to be checked."""
-    (tmp_path / "run.yaml").write_text(
-        'model: {path: /data/model}\nlora: {rank: 2}\ndata: {train: /data/"a\\b".jsonl, seq_length: 32}\n'
-        "train: {global_batch_size: 16}\ncheckpoint: {dir: /data/run, every: 10}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def written(target: str, *words: str) -> str:
     """The text of the file that the command writes for two nodes of eight GPUs."""
     needed = shlex.split(NEEDED[target])
@@ -166,10 +155,14 @@ def test_a_preemption_is_not_counted(folder: Path) -> None:
     ]
 
 
-def test_tasks_of_skypilot(folder: Path) -> None:
-    words = "--mount s3://mine=/data --mount volume:disk=/runs --secret HF_TOKEN --spot --infra aws/us-east-1 --cpus 32"
+def test_tasks_of_skypilot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--mount s3://mine=/data --mount volume:disk=/runs --mount https://account/texts=/texts --secret HF_TOKEN "
+    words += "--spot --infra aws/us-east-1 --cpus 32"
     task = yaml.safe_load(written("skypilot", *words.split()))
-    assert task["file_mounts"]["/data"] == {"source": "s3://mine", "mode": "MOUNT"}
+    assert capsys.readouterr().out.endswith("sky jobs launch --secret HF_TOKEN run.skypilot.yaml\n")
+    # the run's folder is below /data
+    assert task["file_mounts"]["/data"] == {"source": "s3://mine", "mode": "MOUNT_CACHED"}
+    assert task["file_mounts"]["/texts"] == {"source": "https://account/texts", "mode": "MOUNT"}
     assert task["volumes"] == {"/runs": "disk"} and task["secrets"] == {"HF_TOKEN": None}
     resources = task["resources"]
     assert resources["accelerators"] == "H100:8" and resources["use_spot"] and resources["cpus"] == "32+"

@@ -47,10 +47,11 @@ def check_ranks(words: list[str], world_size: int) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    settle(arguments)
-    chosen_sampling(arguments)
-    model_choice(arguments)
-    limits(arguments)
+    settled = argparse.Namespace(**vars(arguments))  # a name on the hub may still become a folder
+    settle(settled)
+    chosen_sampling(settled)
+    model_choice(settled)
+    limits(settled)
 
 
 def _chat(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from engine.errors import UserError
+from rankfold.chat import main
 from rankfold.chatting.commands import Command, parsed
 from rankfold.chatting.conversation import Conversation, text_of, without_images
 from rankfold.chatting.display import Display, opens_thought
@@ -162,3 +163,16 @@ def test_a_model_a_run_and_an_adapter(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="give the folder of its base with --base"):
         settled(adapter)
+
+
+def test_the_command_opens_a_run_with_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are checked before torch is loaded, and what that finds does not count as given."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["chat", str(tmp_path / "run")])
+
+    def reached(_timeout: float) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("engine.runtime.launch.start", reached)
+    with pytest.raises(InterruptedError):
+        main()

@@ -13,6 +13,7 @@ from engine.config.model import DTYPES, KERNELS
 from engine.config.units import read_length, read_step
 from engine.inference.options import ModelChoice
 from rankfold.evaluating.choice import TaskChoice
+from rankfold.starting.options import add_start_options
 
 STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
@@ -86,7 +87,7 @@ def build_parser(description: str | None) -> CommandLine:
 
 def _add_model(parser: CommandLine) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument("--model", type=Path, help="Hugging Face folder, or a partitioned base")
+    model.add_argument("--model", type=Path, help="Hugging Face folder, its name on the hub, or a partitioned base")
     model.add_argument(
         "--adapter",
         type=Path,
@@ -99,6 +100,7 @@ def _add_model(parser: CommandLine) -> None:
     model.add_argument(
         "--kernels", choices=KERNELS, default="auto", help="backend of the ops, as model.kernels (default auto)"
     )
+    add_start_options(parser)
     add_download(parser, model="model", adapter="adapter", tokenizer="tokenizer")
     layout = parser.add_argument_group("layout, with --nproc or under torchrun")
     layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")

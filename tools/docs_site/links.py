@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 TOP = {
+    "AGENTS.md": "internals/agents.md",
     "ARCHITECTURE.md": "internals/architecture.md",
     "BENCHMARKS.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from engine.config.command_line import CommandLine
 
 COMMANDS = {
-    "quickstart": "train, export and check a small model of its own: the whole job in three minutes",
+    "quickstart": "the whole job on a small model in three minutes: train, export, check",
     "train": "train LoRA adapters, selected parameters, or everything",
     "convert": "convert checkpoints, adapters, and configurations of other trainers",
     "generate": "generate text with a model",
     "chat": "talk with a model at the terminal",
     "evaluate": "evaluate a model on tasks of lm-evaluation-harness",
-    "serve": "serve a model to clients that train and sample adapters, by the protocol of the Tinker SDK",
+    "serve": "serve a model to clients that train and sample adapters with the Tinker SDK",
     "preprocess": "tokenise data once into a store",
     "plan": "predict memory and time, draw schedules, certify a layout",
-    "launch": "write the file by which Slurm, Kubernetes, SkyPilot or Ray runs a training",
+    "launch": "write the job file for a training on Slurm, Kubernetes, SkyPilot or Ray",
     "report": "write an HTML report of one or more runs",
     "benchmark": "compare speed and memory with transformers + PEFT and the machine's limits",
-    "completion": "print the script by which a shell completes all of this at TAB",
+    "completion": "print a script for Tab completion in bash, zsh or fish",
 }
 """Name -> its purpose. Each is a module of this package with `main()`."""
 
@@ -44,7 +44,7 @@ REQUIRED = (
 """The packages that setup.py requires, by import name."""
 
 _EXAMPLES = """
-`rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program; on several devices:
+`rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program. On several devices:
   rankfold train --nproc 2 --config run.yaml --parallel.tensor 2
 """
 
@@ -63,7 +63,7 @@ def _parser() -> CommandLine:
     parser.add_argument(
         "--version", action="version", version=f"rankfold {engine.__version__}", help="print the version"
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of those below")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of the commands below")
     for name in COMMANDS:
         commands.add_parser(name)
     return parser

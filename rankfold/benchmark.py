@@ -12,8 +12,7 @@
     rankfold benchmark tenants
     rankfold benchmark loader
 
-Each section is a module of `rankfold.benchmarking` with `run(options)`, which gives a Table or a Report; its options
-are a record in `rankfold.benchmarking.options`.
+`rankfold benchmark SECTION --help` explains a section and its options.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def build_parser(command: str | None = None) -> CommandLine:
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
-        help="whose layers the model is to be trained with: the engine's (native), or transformers' (adopted); the "
-        "default, auto, takes the engine's where it has the family",
+        help="layers to train the model with: the engine's (native), or transformers' (adopted); auto, the default, "
+        "takes the engine's for families that it has",
     )
     _add_common(importing)
     add_download(importing, source="model")
@@ -79,11 +79,13 @@ def build_parser(command: str | None = None) -> CommandLine:
     exporting.add_argument(
         "--adapter-form",
         choices=ADAPTER_FORMS,
-        help="with peft, of a mixture's experts: each expert's factors apart (default; read by PEFT and vLLM), "
-        "stacked as target_parameters (PEFT), or what they share once (SGLang and vLLM, where an option says so)",
+        help="with peft, for the experts of a mixture: the factors of each expert separately (default; read by PEFT "
+        "and vLLM), stacked as target_parameters (PEFT), or shared factors once (SGLang, vLLM if an option says so)",
     )
     exporting.add_argument(
-        "--reader", choices=ADAPTER_READERS, help="who is to read the adapter: refuse a form that it would not"
+        "--reader",
+        choices=ADAPTER_READERS,
+        help="program that will read the adapter; a form that it cannot read is refused",
     )
     exporting.add_argument(
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"

@@ -56,7 +56,7 @@ def build_parser() -> CommandLine:
         "--format", default="auto", choices=FORMATS, help="format of the records (default: recognised by their fields)"
     )
     parser.add_argument(
-        "--image-folder", type=path_text, metavar="DIR", help="with --show, as data.image_folder: where images are"
+        "--image-folder", type=path_text, metavar="DIR", help="with --show: folder of the images, as data.image_folder"
     )
     parser.add_argument("--no-mask-prompt", action="store_true", help="train on prompts too, not only on answers")
     parser.add_argument(
@@ -79,7 +79,7 @@ def build_parser() -> CommandLine:
         "--on-error",
         default="stop",
         choices=("stop", "skip-and-report"),
-        help="what to do about a record that cannot be used: stop, or leave it out and list it in skipped.jsonl",
+        help="reaction to a record that cannot be used: stop, or leave it out and list it in skipped.jsonl",
     )
     return parser
 

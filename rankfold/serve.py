@@ -5,10 +5,10 @@ rankfold serve --model HF_DIR --tensor 2 --pipeline 2    # on four devices of th
 torchrun --nnodes 2 --nproc-per-node 8 ... -m rankfold serve --model HF_DIR --tensor 8    # on two machines
 
 Clients need the address and a key: TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=KEY python recipe.py. The keys
-are those in RANKFOLD_SERVE_KEYS, separated by commas, or one that is printed at the start. What was acknowledged is in
-the folder --state: a server that was ended, in whatever way, resumes from there. http://127.0.0.1:8000/ is a page that
-shows clients, queues, tokens and memory, and /metrics has them for Prometheus, to who has RANKFOLD_SERVE_WATCH_KEY, or
-the key for it that is printed at the start.
+are those in RANKFOLD_SERVE_KEYS, separated by commas, or one that is printed at the start. Everything acknowledged is
+kept in the folder --state: a server that ended, for whatever reason, resumes from there. http://127.0.0.1:8000/ is a
+page that shows clients, queues, tokens and memory, and /metrics has them for Prometheus. Both ask for
+RANKFOLD_SERVE_WATCH_KEY, or for the key that is printed at the start.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         help="Hugging Face folder, its name on the hub, or a partitioned base",
     )
     model.add_argument("--name", help="a name of the base that clients may give in place of DIR (default: none)")
-    model.add_argument("--dtype", choices=DTYPES, help="of weights and arithmetic (default float32)")
+    model.add_argument("--dtype", choices=DTYPES, help="precision of weights and arithmetic (default float32)")
     model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
     model.add_argument("--kernels", choices=KERNELS, default="auto", help="backend of the ops (default auto)")
     model.add_argument(
@@ -85,26 +85,26 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         type=read_length,
         default=4096,
         metavar="N",
-        help="most tokens of a micro-batch, which rows of several clients share, as 8192 or 8k (default 4096)",
+        help="maximum number of tokens in a micro-batch, which rows of several clients share (default 4096)",
     )
     model.add_argument(
-        "--slots", type=int, default=16, metavar="N", help="completions that are sampled at a time (default 16)"
+        "--slots", type=int, default=16, metavar="N", help="completions that are sampled at the same time (default 16)"
     )
     model.add_argument(
         "--resident",
         type=read_gib,
         metavar="GIB",
-        help="most memory of adapters with their optimizers on the device, as 8 or 8GiB; the others wait in their "
-        "files and come back as they were (default: a quarter of what is free beside the base)",
+        help="device memory for adapters and their optimizers, as 8 or 8GiB; the others wait in files and come back "
+        "unchanged (default: a quarter of the memory that the base leaves free)",
     )
 
 
 def _add_server(server: argparse._ArgumentGroup) -> None:
-    server.add_argument("--port", type=int, default=8000, help="default 8000")
+    server.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     server.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at (default 127.0.0.1: this machine alone). There is no TLS here: put a proxy in front "
+        help="address to listen on (default 127.0.0.1: this machine alone). There is no TLS here: put a proxy in front "
         "before others reach it",
     )
     server.add_argument(
@@ -115,21 +115,24 @@ def _add_server(server: argparse._ArgumentGroup) -> None:
         type=float,
         default=24.0,
         metavar="HOURS",
-        help="silence after which a session ends, and its models are unloaded (default 24)",
+        help="hours without a request after which a session ends and its models are unloaded (default 24)",
     )
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
-    limits.add_argument("--models", type=int, default=16, metavar="N", help="models at a time (default 16)")
+    limits.add_argument("--models", type=int, default=16, metavar="N", help="models at the same time (default 16)")
     limits.add_argument(
         "--key-tokens",
         type=read_length,
         default=64 << 20,
         metavar="N",
-        help="tokens of requests that wait to be executed (default 64M)",
+        help="tokens in requests that wait to be executed (default 64M)",
     )
     limits.add_argument(
-        "--key-disk", type=read_gib, metavar="GIB", help="models and saved weights on disk, as 100GiB (default: any)"
+        "--key-disk",
+        type=read_gib,
+        metavar="GIB",
+        help="disk space for models and saved weights, as 100GiB (default: no limit)",
     )
 
 

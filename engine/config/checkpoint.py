@@ -20,7 +20,7 @@ class CheckpointOptions:
         keep_best: Save after each evaluation that is better than all before, and keep that checkpoint in addition to
             those of checkpoint.keep; export it with rankfold convert export --step best.
         best: Figure by which checkpoint.keep_best judges: loss, the evaluation loss, or TASK/METRIC of
-            evaluation.tasks, such as arc_easy/acc_norm; whether higher is better, the task says.
+            evaluation.tasks, such as arc_easy/acc_norm; the task itself says whether higher is better.
         asynchronous: Continue training while a checkpoint is written from a copy in host memory; false makes training
             wait. The run always waits for the last checkpoint.
         timeout: Seconds a save waits for the previous one before it is given up; rank 0 waits half as long for the

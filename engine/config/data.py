@@ -37,7 +37,7 @@ class DataOptions:
             labels. "auto" looks at the fields of the first record.
         seq_length: Maximum number of tokens in a row.
         packing: Put several samples in one row. true fits whole samples into rows, and attention never crosses from one
-            to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
+            to another; "concatenate" joins all samples end to end, as MLPerf does, and cuts the result into rows of
             data.seq_length, where attention and positions ignore sample boundaries.
         overlong: Handling of a sample longer than data.seq_length. "truncate" cuts off its end, "drop" skips it
             (both are counted and reported), "cut" splits it into several samples, "error" stops. With data.packing
@@ -52,7 +52,8 @@ class DataOptions:
             line break after <|im_end|>), as TRL does. false stops at that token, where generation stops too.
         show: Number of training samples to print before training, with the trained tokens marked.
         num_workers: Background workers that prepare batches; 0 prepares them in the training process.
-        tokenizer: Folder or sentencepiece .model file of the tokenizer; null takes the one in model.path.
+        tokenizer: Folder or sentencepiece .model file of the tokenizer, or its name on the hub; null takes the
+            one in model.path.
     """
 
     train: str | None = option(None, IGNORED)  # its content is compared by fingerprint

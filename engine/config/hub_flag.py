@@ -16,8 +16,8 @@ def add_download(parser: argparse.ArgumentParser, **needs: Need) -> None:
     parser.add_argument(
         "--download",
         action="store_true",
-        help="download what is named as on the Hugging Face hub (OWNER/NAME, or OWNER/NAME@REVISION) and is not in its "
-        "cache; without it nothing is downloaded",
+        help="download models and files that are named as on the Hugging Face hub (OWNER/NAME, or OWNER/NAME@REVISION) "
+        "and are not in its cache; without it nothing is downloaded",
     )
     parser.set_defaults(hub_names=needs)
 

@@ -48,11 +48,11 @@ class LoraOptions:
             gate_up_proj) and all of them are targets; with lora.init_from, wherever that adapter is fused.
         experts: Which factors the adapters of a layer's experts share, where a router chooses these: "per_expert" none,
             "shared_outer" A of gate and up and B of down, the factors on the side of the residual stream, "shared"
-            both. Whether gate and up have one A is for lora.fused to say.
+            both. lora.fused decides whether gate and up have one A.
         ensure_weight_tying: Train an embedding and the head that the model ties to it as one matrix, where trainable
             names one of them. By default, as in PEFT, a copy of the named matrix is trained, and the other stays as it
             is. Without adapters they stay tied.
-        init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
+        init_from: Folder of a PEFT adapter to start from, or its name on the hub; null starts from fresh adapters.
     """
 
     rank: int = option(16, REPORTED)

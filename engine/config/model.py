@@ -22,7 +22,8 @@ class ModelOptions:
     """Model: which checkpoint, in which precision.
 
     Args:
-        path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by rankfold convert.
+        path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by rankfold convert, or
+            its name on the hub (OWNER/NAME).
         dtype: Precision of the forward and backward pass; masters, gradients and optimizer state are always float32.
             float16 needs a loss scale, which is adjusted automatically (optim.loss_scale).
         base_dtype: How the frozen linear weights of the layers are stored; null for model.dtype. "nf4" is 4 bits per

@@ -262,4 +262,5 @@ SECTIONS: dict[str, type] = {
     "tower": TowerOptions,
     "loader": LoaderOptions,
 }
-"""Section name, which with _ for - is also its module's name -> its options."""
+"""Section name -> its options. The section is also a module of `rankfold.benchmarking`, with _ for -, whose
+`run(options)` gives a Table or a Report."""

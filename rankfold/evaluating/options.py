@@ -42,7 +42,9 @@ def build_parser(description: str | None) -> CommandLine:
     tasks.add_argument(
         "--include-path", type=Path, metavar="DIR", help="folder of tasks of your own, beside those of the harness"
     )
-    tasks.add_argument("--limit", type=float, metavar="N", help="documents of each task; below 1 their share")
+    tasks.add_argument(
+        "--limit", type=float, metavar="N", help="number of documents of each task; below 1, their share"
+    )
     tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     tasks.add_argument("--apply-chat-template", action="store_true", help="write prompts as conversations")
     tasks.add_argument(
@@ -60,11 +62,13 @@ def build_parser(description: str | None) -> CommandLine:
         metavar="JSON",
         help='generation settings that replace those of the tasks: {"max_gen_toks": 512}',
     )
-    tasks.add_argument("--seed", type=int, default=1234, help="chooses the examples, and random tokens (default 1234)")
+    tasks.add_argument(
+        "--seed", type=int, default=1234, help="seed of the choice of examples and of sampling (default 1234)"
+    )
     tasks.add_argument(
         "--confirm-run-unsafe-code",
         action="store_true",
-        help="allow tasks that run code which the model wrote, on this machine",
+        help="allow tasks that run code written by the model on this machine",
     )
     passes = parser.add_argument_group("passes")
     passes.add_argument("--batch", type=int, default=16, help="completions generated at the same time (default 16)")
@@ -72,13 +76,17 @@ def build_parser(description: str | None) -> CommandLine:
         "--prefill-tokens",
         type=read_length,
         default=8192,
-        help="most tokens of prompts and scored texts that are computed together (default 8192)",
+        help="maximum number of tokens of prompts and scored texts that are computed together (default 8192)",
     )
     passes.add_argument(
-        "--max-length", type=read_length, help="most tokens of a text, cut from the left (default: the context)"
+        "--max-length",
+        type=read_length,
+        help="maximum number of tokens in a text, cut from the left (default: the context)",
     )
     results = parser.add_argument_group("results; a table is printed")
-    results.add_argument("--out", type=Path, metavar="FILE", help="results as lm-evaluation-harness writes them, JSON")
+    results.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON file for the results, as lm-evaluation-harness writes them"
+    )
     results.add_argument(
         "--samples", type=Path, metavar="DIR", help="folder for samples_TASK.jsonl: every document with its answers"
     )
@@ -109,7 +117,7 @@ def _add_model(parser: CommandLine) -> None:
         "--expert",
         type=int,
         default=1,
-        help="ranks of --tensor that divide whole experts (default: all cut each expert)",
+        help="ranks of --tensor over which whole experts are divided (default 1: every expert is split over them)",
     )
 
 

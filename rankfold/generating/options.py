@@ -58,7 +58,7 @@ def add_model_options(parser: argparse.ArgumentParser, model: argparse._Argument
         "--cuda-graph",
         choices=DECODE_GRAPHS,
         default="auto",
-        help="replay passes of one token a row as CUDA graphs: auto where that is possible (default), or none",
+        help="replay the passes that decode as CUDA graphs: auto, where that is possible (default), or none",
     )
     add_start_options(parser)
     add_download(parser, model="model", adapter="adapter", tokenizer="tokenizer")
@@ -69,7 +69,7 @@ def add_model_options(parser: argparse.ArgumentParser, model: argparse._Argument
         "--expert",
         type=int,
         default=1,
-        help="ranks of --tensor that divide whole experts (default: all cut each expert)",
+        help="ranks of --tensor over which whole experts are divided (default 1: every expert is split over them)",
     )
     parser.add_argument(
         "--report", action="store_true", help="print memory, bandwidth and speed of every rank at the end"
@@ -86,14 +86,14 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATH",
         help="image that the prompts are about, for a vision-language model; may be given several times. Images "
-        "stand in front of the text, or where it has <image>",
+        "are placed before the text, or where it has <image>",
     )
     prompts.add_argument(
         "--image-folder",
         type=path_text,
         metavar="DIR",
-        help="folder that paths of images are relative to (default: the file's of --prompts, the current one for "
-        "--image)",
+        help="folder that paths of images are relative to (default: that of the --prompts file; for --image the "
+        "current one)",
     )
     prompts.add_argument(
         "--prompts",
@@ -117,7 +117,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         "--prefill-tokens",
         type=read_length,
         default=4096,
-        help="most prompt tokens prefilled together (default 4096)",
+        help="maximum number of prompt tokens that are prefilled together (default 4096)",
     )
 
 
@@ -148,7 +148,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int, temper
         "--max-new-tokens",
         type=read_length,
         default=max_new_tokens,
-        help=f"most tokens of an answer (default {max_new_tokens})",
+        help=f"maximum number of tokens in an answer (default {max_new_tokens})",
     )
     choice.add_argument(
         "--temperature", type=float, default=0.0, help=f"{temperature} takes the most likely token; above 0 samples"

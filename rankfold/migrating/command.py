@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(sources()),
         metavar="SOURCE",
         dest="trainer",
-        help=f"whose keys these are, where that is not recognised: {', '.join(sorted(sources()))}",
+        help=f"the trainer whose keys these are, if that is not recognised: {', '.join(sorted(sources()))}",
     )
     parser.add_argument(
         "--set",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="values",
         help="an option of the run, such as data.train=train.jsonl; may be given several times, and wins",
     )
-    parser.add_argument("--ranks", type=int, help="processes of the run (default: what the file says)")
+    parser.add_argument("--ranks", type=int, help="processes of the run (default: as in the file)")
     parser.add_argument("--out", required=True, type=Path, help="YAML file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
 

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_length,
         default=4096,
         metavar="TOKENS",
-        help="most tokens of a micro-batch, which rows of one adapter fill before those of others; as --tokens of "
-        "rankfold serve, and joined_tokens of a list of runs (default 4096)",
+        help="maximum number of tokens in a micro-batch, which rows of one adapter fill before those of others; as "
+        "--tokens of rankfold serve, and joined_tokens of a list of runs (default 4096)",
     )
     parser.add_argument(
         "--gpu-memory", type=read_gib, default=80.0, metavar="GIB", help="memory of the GPU, as 80 or 80GB (default 80)"

@@ -3,10 +3,10 @@
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
 of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
-configuration for rankfold train; where nothing fits, the options to add to the command so that it does. --offload and
---activation-dtype let it use host memory and fewer bits as well. --config predicts for one
-configuration as it is, and with --measure takes its steps on this device, with drawn weights. Nothing is measured
-unless --probe or --measure is given; --examples answers for some well-known models and machines.
+configuration for rankfold train; where nothing fits, the options to add to the command so that something does.
+--offload and --activation-dtype let it use host memory and fewer bits as well. --config predicts for one configuration
+as it is, and with --measure takes its steps on this device, with random weights. Nothing is measured unless --probe or
+--measure is given; --examples answers for some well-known models and machines.
 """
 
 from __future__ import annotations

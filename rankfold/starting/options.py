@@ -51,36 +51,45 @@ class StartOptions:
 def add_start_options(parser: argparse.ArgumentParser) -> None:
     """Adds the group of these options to a command's parser, for its help: parsing takes them out before."""
     start = parser.add_argument_group(
-        "start on several devices", "what torchrun does, with the same names; under torchrun leave them out"
+        "start on several devices", "the options of torchrun, under the same names; leave them out under torchrun"
     )
     start.add_argument(
         NPROC,
         metavar="N",
         help="start N ranks on this machine; gpu: one for each GPU; auto: the same, or one for each core without GPUs",
     )
-    start.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines, each of which runs this command")
-    start.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet, on one of them")
+    start.add_argument(
+        "--nnodes", type=int, default=1, metavar="N", help="number of machines; run this command on each"
+    )
+    start.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="address and port at which they meet, on one of them"
+    )
     start.add_argument(
         "--node-rank",
         type=int,
         metavar="I",
-        help="this machine's number, from 0; number 0 is the HOST (default: the machine that has HOST's address)",
+        help="this machine's number, from 0; machine 0 is HOST (default: found by HOST's address)",
     )
     start.add_argument(
-        "--rdzv-id", default="none", metavar="NAME", help="distinguishes jobs that meet at one endpoint (default none)"
+        "--rdzv-id",
+        default="none",
+        metavar="NAME",
+        help="name of the job, another for each job that meets at the same endpoint (default none)",
     )
     start.add_argument(
-        "--local-addr", metavar="HOST", help="address of this machine for the others (default: its full name)"
+        "--local-addr",
+        metavar="HOST",
+        help="address at which the other machines reach this one (default: its full name)",
     )
     start.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="times that failed ranks start again (default 0)"
+        "--max-restarts", type=int, default=0, metavar="N", help="how many times failed ranks are restarted (default 0)"
     )
     start.add_argument(
         "--shutdown-timeout",
         type=int,
         default=GRACE_SECONDS,
         metavar="SECONDS",
-        help=f"time of the save after Ctrl-C or a signal, then ranks are killed (default {GRACE_SECONDS})",
+        help=f"time for the save after Ctrl-C or a signal, before ranks are killed (default {GRACE_SECONDS})",
     )
 
 

@@ -20,7 +20,10 @@ from engine.models.describe import parameter_specs
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import WRAPPINGS, family_of
 from engine.models.names import NameMap
+from engine.seams import resolve
 
+CLASSIFIER = "engine.judges.model:read_judge"
+"""Reads a config.json of one of transformers' classes for sequence classification."""
 _TEXTS = ("text_config", "llm_config")
 """Where config.json may have the language model's."""
 
@@ -74,6 +77,14 @@ class ModelFolder:
                 config[key] = {**config[key], "tie_word_embeddings": False}
         return replace(self, hf_config=config, decoder=replace(self.decoder, tied_embeddings=False))
 
+    def check_tokens(self) -> None:
+        """Raises UserError where the model scores texts and gives no tokens."""
+        if self.decoder.scores:
+            raise UserError(
+                f"{self.path} is a reward model, which scores texts and has no head of tokens: give a language model, "
+                "or set objective.name to reward to train it."
+            )
+
     @property
     def is_ambiguous(self) -> bool:
         """Whether config.json has embeddings tied in one place and not in another."""
@@ -118,6 +129,8 @@ def open_model(path: str | Path, implementation: Implementation = "auto") -> Mod
     family, text = family_of(hf_config, implementation)
     decoder = family.config_from_hf(_inherit_tying(text, hf_config))
     names = family.names
+    if _is_classifier(hf_config):
+        decoder, names = resolve(CLASSIFIER)(hf_config, decoder, names)
     if manifest is not None:
         names = replace(names, body=manifest.model["body"], head=manifest.model["head"])
         names = replace(names, vision=manifest.model.get("vision", names.vision))
@@ -132,6 +145,12 @@ def open_model(path: str | Path, implementation: Implementation = "auto") -> Mod
         manifest=manifest,
         implementation="adopted" if family.is_adopted else "native",
     )
+
+
+def _is_classifier(hf_config: dict[str, Any]) -> bool:
+    named = hf_config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return isinstance(first, str) and first.endswith("ForSequenceClassification")
 
 
 def _recorded_implementation(folder: Path, manifest: Manifest, wanted: Implementation) -> Implementation:

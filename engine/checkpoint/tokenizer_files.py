@@ -26,14 +26,17 @@ class TrainedTokenizer(NamedTuple):
     Args:
         path: of the tokenizer, where it was not the base's own; None otherwise.
         chat_template: that conversations were rendered with, where it was not the tokenizer's own; None otherwise.
+        padding_id: by which a reader finds the end of a text, for a model that scores texts; None for others.
     """
 
     path: Path | None = None
     chat_template: str | None = None
+    padding_id: int | None = None
 
     def record(self) -> dict[str, Any]:
         """Returns the record that a checkpoint has of it."""
-        return {"path": None if self.path is None else str(self.path), "chat_template": self.chat_template}
+        found = {"path": None if self.path is None else str(self.path), "chat_template": self.chat_template}
+        return found if self.padding_id is None else found | {"padding_id": self.padding_id}
 
     def companions(self, base: Companions, *, with_model: bool) -> Companions:
         """Returns the files to be copied beside weights.
@@ -74,10 +77,12 @@ def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer
     """
     record = state.get("tokenizer") or {}
     values = [record.get(key) for key in ("path", "chat_template")] if isinstance(record, dict) else [0]
-    if not all(value is None or isinstance(value, str) for value in values):
+    padding_id = record.get("padding_id") if isinstance(record, dict) else None
+    is_id = padding_id is None or (isinstance(padding_id, int) and padding_id >= 0)
+    if not is_id or not all(value is None or isinstance(value, str) for value in values):
         raise UserError(f"{place} is damaged: state.tokenizer is not what is saved there; use another checkpoint.")
     path, template = values
-    return TrainedTokenizer(None if path is None else Path(path), template)
+    return TrainedTokenizer(None if path is None else Path(path), template, padding_id)
 
 
 def adapter_template(adapter: Path) -> TrainedTokenizer:

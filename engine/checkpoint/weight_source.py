@@ -82,6 +82,11 @@ class WeightSource(StoredTensors):
         """Returns the names, as stored, of tensors that are not the language model's."""
         raise NotImplementedError
 
+    @property
+    def head_note(self) -> str | None:
+        """A line for a run's log where the head is not the stored one; else None."""
+        return None
+
     def outside_note(self) -> str | None:
         """Returns a line about tensors that nothing here is computed with, but for those that the family is known to
         store; None without any."""

@@ -9,7 +9,7 @@ from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardA
 from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, changed, option
 
-Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "grpo"]
+Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "reward", "grpo"]
 Reference = Literal["base", "initial"]
 SEQUENCE_RATIOS = ("gspo", "luspo")
 """Losses that are defined with one importance ratio for each completion."""
@@ -31,6 +31,8 @@ class ObjectiveKind:
             answer is learned.
         references: gives rows their log-likelihoods under the model that the run starts from, see
             `engine.training.row_data.ReferenceLoader`; None where answers are compared with no model.
+        head: an object that gives the model the head that the objective trains, a
+            `engine.checkpoint.heads.HeadChange`; None for the head of tokens that language models have.
         rules: refuses options that cannot be combined with the objective, given the RunConfig; None without such
             options.
         group: documents that belong together, side by side in one row.
@@ -46,6 +48,7 @@ class ObjectiveKind:
     data: str = "engine.training.row_data:read_rows"
     records: str | None = None
     references: str | None = None
+    head: str | None = None
     rules: str | None = None
     group: int = 1
     answers: int = 0
@@ -79,6 +82,14 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
         rules="engine.preferences.rules:check_preferences",
         answers=1,
     ),
+    "reward": ObjectiveKind(
+        loss="engine.judges.bradley_terry:build_bradley_terry",
+        records="engine.judges.pairs:ScoredPairReader",
+        head="engine.judges.model:SCORE_HEAD",
+        rules="engine.judges.rules:check_judges",
+        group=2,
+        answers=2,
+    ),
     "grpo": ObjectiveKind(
         loss="engine.rollouts.objective.policy:build_policy_gradient",
         data="engine.rollouts.run_data:read_prompt_data",
@@ -98,14 +109,17 @@ class ObjectiveOptions:
         name: "language_modeling" predicts the next token (pretraining, supervised fine-tuning). The others learn from
             pairs of answers, of which one was preferred: "dpo" (arXiv 2305.18290), "ipo" (2310.12036), "hinge"
             (2305.10425), and without a reference "orpo" (2403.07691) and "simpo" (2405.14734). "kto" (2402.01306)
-            learns from single answers, each with a label that says whether it was liked. "grpo" (2402.03300) samples
-            completions of prompts and learns from their rewards.
+            learns from single answers, each with a label that says whether it was liked. "reward" trains a reward
+            model on such pairs, which scores answers (docs/reward-models.md). "grpo" (2402.03300) samples completions
+            of prompts and learns from their rewards.
         beta: How strongly the preference counts against staying near the reference; for orpo the weight of the odds
             ratio, for grpo that of the divergence from the reference, which is not computed where it is 0. null is 0
             for grpo and 0.1 for the others.
         label_smoothing: Share of pairs that are assumed to be labelled the wrong way round, for dpo and simpo.
         length_normalised: Compare means over an answer's tokens instead of sums, for dpo and hinge.
         margin: Target margin between the two answers, for simpo.
+        center_rewards_coefficient: Weight of the squared sum of a pair's two scores, which keeps scores around 0
+            (2312.09244), for reward; 0 for none.
         desirable_weight: Weight of liked answers, for kto.
         undesirable_weight: Weight of disliked answers, for kto. Give the rarer kind the larger weight.
         reference: The model that the trained one is compared with. "base" is the model without its adapters, computed
@@ -164,6 +178,7 @@ class ObjectiveOptions:
     label_smoothing: float = option(0.0, REPORTED, ("dpo", "simpo"))
     length_normalised: bool = option(False, REPORTED, ("dpo", "hinge"))
     margin: float = option(0.0, REPORTED, ("simpo",))
+    center_rewards_coefficient: float = option(0.0, REPORTED, ("reward",))
     desirable_weight: float = option(1.0, REPORTED, ("kto",))
     undesirable_weight: float = option(1.0, REPORTED, ("kto",))
     reference: Reference = option("base", REPORTED)
@@ -205,6 +220,11 @@ class ObjectiveOptions:
             0 <= self.label_smoothing < 0.5,
             f"objective.label_smoothing is {self.label_smoothing}, but a share from 0 to below 0.5 is expected: use "
             "for example 0.1, or 0 for none.",
+        )
+        require_not_negative(
+            "objective.center_rewards_coefficient",
+            self.center_rewards_coefficient,
+            "use for example 0.01, or 0 for none",
         )
         require_positive("objective.desirable_weight", self.desirable_weight, "use for example 1.0")
         require_positive("objective.undesirable_weight", self.undesirable_weight, "use for example 1.0")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from engine.checkpoint.heads import SCORE, score_head
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import open_source
@@ -34,10 +35,12 @@ from engine.conversion.import_export import (
 from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale, require_known
 from engine.conversion.model_card import training_facts
+from engine.conversion.peft_config import scores_texts
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter, prove_model
 from engine.conversion.shared_factors import EachExpert
+from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.kernels.checksum import slow_checksums
 from engine.printable import printable
@@ -219,11 +222,19 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
     """
     log = Log()
     weights: WeightSource = open_source(base)
+    if scores_texts(adapter):
+        weights = score_head().weights(weights, seed=0, padding_id=_padding_id(adapter, base))
     factors = AdapterSource(adapter, names=weights.model.names, decoder=weights.model.decoder, with_saved_modules=True)
     weights = factors.on(weights)
     seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
     merged = MergedSource(weights.model, seen, factors, scale=factors.scale)
     _export_weights(merged, adapter, out, options, log, adapter_template(adapter))
+
+
+def _padding_id(*folders: Path) -> int | None:
+    """Returns the padding token of the first of the folders that has a tokenizer; None where none has."""
+    found = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    return None if found is None else load_tokenizer(found).padding_id
 
 
 def _as_trained(
@@ -305,8 +316,13 @@ def open_trained(
             gone = f"{instead_of(recorded, '')}, or give"
         raise UserError(f"the base of {checkpoint.folder} was at {recorded}{gone} its folder with --base.")
     implementation = checkpoint.base.get("implementation", "auto")
+    scores = checkpoint.base.get("head") == SCORE
+    padding_id = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST).padding_id
     if fingerprint is None:
-        trained = TrainedModel(checkpoint, open_model(folder, implementation), None)
+        model = open_model(folder, implementation)
+        if scores:
+            model = score_head().folder(model, padding_id=padding_id)
+        trained = TrainedModel(checkpoint, model, None)
     else:
         weights = open_source(folder, implementation)
         if (found := weights.fingerprint()) != fingerprint:
@@ -317,6 +333,8 @@ def open_trained(
         expect_base(checkpoint, weights, log.info)
         if trained_apart(checkpoint.lora, checkpoint.trained().tensor_names()):
             weights = untied(weights)
+        if scores:
+            weights = score_head().weights(weights, seed=0, padding_id=padding_id)  # the head was trained
         trained = TrainedModel(checkpoint, weights.model, weights)
     require_known(trained.values, trained.model)
     return trained

@@ -73,12 +73,13 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
     family = model.family if model.family == decoder.family else f"{model.family} with {decoder.family}"
     heads = f"{decoder.num_heads} heads ({decoder.num_kv_heads} key/value) of {decoder.head_dim}"
     mlp = f"MLP {decoder.intermediate}, " if decoder.intermediate else ""  # transformers' modules have their own
+    head = "score head" if decoder.scores else f"{'tied' if decoder.tied_embeddings else 'untied'} head"
     rows = [
         ("kind", "partitioned base checkpoint" if model.manifest else "Hugging Face model"),
         (
             "model",
             f"{family}: {decoder.num_layers} layers, hidden {decoder.hidden}, {mlp}"
-            f"{heads}, vocabulary {decoder.vocab_size}, {'tied' if decoder.tied_embeddings else 'untied'} head",
+            f"{heads}, vocabulary {decoder.vocab_size}, {head}",
         ),
         *_tensor_rows(weights),
         ("fingerprint", weights.fingerprint()),

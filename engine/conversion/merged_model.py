@@ -133,7 +133,7 @@ class MergedSource(WeightSource):
             return self.base.changed_config
         # of released weights, which these are not
         kept = {key: value for key, value in self.model.hf_config.items() if key != _QUANTIZATION}
-        return None if len(kept) == len(self.model.hf_config) else kept
+        return None if len(kept) == len(self.model.hf_config) and not self.model.decoder.scores else kept
 
     @property
     def notes(self) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.run_files import CHECKPOINTS
+from engine.conversion.peft_config import SCORING
 from engine.files.documents import open_file
 from engine.files.strict_json import JsonFlaw, parse_json
 
@@ -47,11 +48,14 @@ def model_card(config: Mapping[str, Any], facts: Mapping[str, str]) -> str:
     rows |= {f"`{key}`": "yes" for key in ("use_rslora", "use_dora", "lora_bias") if config[key]}
     if config["modules_to_save"]:
         rows["Trained in full"] = ", ".join(f"`{name}`" for name in config["modules_to_save"])
+    auto, more, tag = "CausalLM", "", "text-generation"
+    if config["task_type"] == SCORING:
+        auto, more, tag = "SequenceClassification", ", num_labels=1", "text-classification"
     table = "\n".join(f"| {name} | {value} |" for name, value in (rows | dict(facts)).items())
     return f"""---
 base_model: {json.dumps(base)}
 library_name: peft
-pipeline_tag: text-generation
+pipeline_tag: {tag}
 tags:
 - {json.dumps(f"base_model:adapter:{base}")}
 - lora
@@ -66,9 +70,9 @@ tags:
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelFor{auto}
 
-base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})
+base = AutoModelFor{auto}.from_pretrained({json.dumps(base)}{more})
 model = PeftModel.from_pretrained(base, "path/to/this/folder")
 ```
 """

@@ -34,6 +34,8 @@ _READ_KEYS = frozenset((
     "use_rslora",
 ))
 # fmt: on
+SCORING = "SEQ_CLS"
+"""The task of models that score texts."""
 _TOO_LARGE = 1e9
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -123,6 +125,12 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         ensures_tying=_flag(path, config, "ensure_weight_tying"),
         has_stacks=any(not str(name).endswith(".weight") for name in config.get("target_parameters") or ()),
     )
+
+
+def scores_texts(folder: Path) -> bool:
+    """Returns whether a PEFT adapter is for a model that scores texts, whose head it saves."""
+    path = folder / ADAPTER_CONFIG
+    return path.is_file() and read_json(path).get("task_type") == SCORING
 
 
 def _pattern(path: Path, config: Mapping[str, Any], key: str, kinds: tuple[type, ...]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from engine.conversion.import_export import ConversionReport, Proof
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import LORA_A, adapted_modules, fully_trained, recorded_scales
 from engine.conversion.model_card import CARD, model_card
-from engine.conversion.peft_config import patterns
+from engine.conversion.peft_config import SCORING, patterns
 from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.conversion.peft_tensors import adapter_tensors, fused_with, is_stored_fused, outer_tensors, stacked_tensors
@@ -300,7 +300,7 @@ def _adapter_config(lora: Mapping[str, Any], targets: list[str], model: ModelFol
     alpha = float(lora["alpha"])
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": SCORING if model.decoder.scores else "CAUSAL_LM",
         **_base_name(model),
         "r": int(lora["rank"]),
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,

@@ -201,20 +201,45 @@ def _stock_logits(
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    # here only asked about text
-    with_images = decoder.sees_images or read_json(folder / CONFIG).get("model_type") in WRAPPINGS
-    auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    auto = _stock_class(folder, decoder)
+    brings_head = adapter is not None and decoder.scores  # which the base may not have
     with _quiet():
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
-        model, info = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
+        options = {"dtype": dtype, "attn_implementation": "eager", **({"num_labels": 1} if brings_head else {})}
+        model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
+        if brings_head:
+            info["missing_keys"] = set(info["missing_keys"]) - {"score.weight"}
+            info["unexpected_keys"] = set(info["unexpected_keys"]) - {"lm_head.weight"}
         _refuse_misfits(folder.name, info)
         if adapter is not None:
             model = _with_adapter(model, adapter)
     _widen_while_running(model.eval())
     with torch.no_grad():
+        if decoder.scores:
+            return _stock_scores(model, tokens)
         return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+def _stock_class(folder: Path, decoder: DecoderConfig) -> Any:
+    """Returns the class of transformers that opens a model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    if decoder.scores:
+        return AutoModelForSequenceClassification
+    # here only asked about text
+    with_images = decoder.sees_images or read_json(folder / CONFIG).get("model_type") in WRAPPINGS
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+
+
+def _stock_scores(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Returns fp32 [B, S, 1], the scores of all tokens, of which the model itself gives each text's last one."""
+    found: list[Tensor] = []
+    (head,) = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "score")
+    watch = head.register_forward_hook(lambda _, __, scores: found.append(scores))
+    for row in tokens:  # one by one: a batch needs a padding token, and no token here is one
+        model(input_ids=row[None], use_cache=False)
+    watch.remove()
+    return torch.cat(found).float()
 
 
 def _refuse_misfits(what: str, info: Mapping[str, Any]) -> None:

@@ -76,6 +76,7 @@ class HuggingFaceTokenizer:
             )
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
+        self.padding_id: int | None = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # The post-processor decides what is added, which shows only in its output.
         self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
         self.has_chat_template = self._template is not None

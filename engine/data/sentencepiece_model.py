@@ -57,6 +57,8 @@ class SentencePieceTokenizer:
         self.vocab_size = max(self._processor.vocab_size(), 1 + max(self._added_texts, default=-1))
         self.bos_id = self._defined(self._processor.bos_id())
         self.eos_id = self._defined(self._processor.eos_id())
+        padding_id = self._defined(self._processor.pad_id())
+        self.padding_id = self.eos_id if padding_id is None else padding_id
         self.adds_bos = self.bos_id is not None and adds_bos is not False
 
     @staticmethod

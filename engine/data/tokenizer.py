@@ -60,6 +60,7 @@ class Tokenizer(Protocol):
         vocab_size: number of ids, added tokens included; every id is smaller.
         bos_id: id that opens a document, or None.
         eos_id: id that closes a document, or None.
+        padding_id: id that fills up batches: that of the files, else `eos_id`; or None.
         adds_bos: whether the model behind this tokenizer expects `bos_id` in front of every document.
         has_chat_template: whether `apply_chat` can work.
         chat_template: the template in use, which is exported with a model that was trained with it.
@@ -69,6 +70,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    padding_id: int | None
     adds_bos: bool
     has_chat_template: bool
 
@@ -189,6 +191,7 @@ class _ConfinedTokenizer:
         self.vocab_size: int = facts["vocab_size"]
         self.bos_id: int | None = facts["bos_id"]
         self.eos_id: int | None = facts["eos_id"]
+        self.padding_id: int | None = facts["padding_id"]
         self.adds_bos: bool = facts["adds_bos"]
         self.has_chat_template: bool = facts["has_chat_template"]
         self.chat_template: str | None = facts["chat_template"]

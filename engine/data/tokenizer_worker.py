@@ -89,6 +89,7 @@ class _Worker:
                 "vocab_size": tokenizer.vocab_size,
                 "bos_id": tokenizer.bos_id,
                 "eos_id": tokenizer.eos_id,
+                "padding_id": tokenizer.padding_id,
                 "adds_bos": tokenizer.adds_bos,
                 "has_chat_template": tokenizer.has_chat_template,
                 "chat_template": tokenizer.chat_template,

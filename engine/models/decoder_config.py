@@ -410,6 +410,10 @@ class DecoderConfig:
     """What a level recomputes, for a run's log, where that differs from what it does in layers of the engine's own."""
     images: ClassVar[str] = "engine.vision.data.families:vision_family"
     """What makes the family that reads images, likewise, of config.json, the model's folder and its tokenizer."""
+    scores: ClassVar[bool] = False
+    """Whether the head scores a text, in the place of giving logits of tokens."""
+    always_trained: ClassVar[tuple[str, ...]] = ()
+    """The modules that train in full whatever a run names."""
     proof: ClassVar[str | None] = None
     """What proves at the start that a run's layout computes the model, likewise; None where tests have."""
     family: str

@@ -41,7 +41,7 @@ def _mlp_parameters(config: DecoderConfig, index: int) -> int:
 
 def head_in_layers(config: DecoderConfig) -> float:
     """Returns the head's arithmetic as a multiple of a layer's: both are products with each of their weights."""
-    return config.hidden * config.vocab_size / layer_parameters(config)
+    return config.hidden * config.head_shape[0] / layer_parameters(config)
 
 
 def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) -> tuple[float, float, float]:
@@ -60,7 +60,7 @@ def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) ->
     return (
         2 * tokens * config.num_layers * layer_parameters(config),
         tokens * attention,
-        2 * tokens * config.hidden * config.vocab_size,
+        2 * tokens * config.hidden * config.head_shape[0],
     )
 
 

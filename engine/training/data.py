@@ -134,5 +134,7 @@ def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokeniz
     beside = processor_template(Path(path or config.model.path).expanduser())  # adapters leave without its files
     chosen = any(one is not None for one in (options.template, options.trained_template, beside))
     return TrainedTokenizer(
-        None if path is None else Path(path).expanduser().resolve(), tokenizer.chat_template if chosen else None
+        None if path is None else Path(path).expanduser().resolve(),
+        tokenizer.chat_template if chosen else None,
+        None if config.objective.kind.head is None else tokenizer.padding_id,
     )

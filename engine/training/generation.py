@@ -87,6 +87,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     """
     tensor = choice.tensor_size(launch.world_size)
     source, live, tokenizer, full = _sources(choice, log)
+    source.model.check_tokens()
     if image is not None and not live.config.sees_images:
         raise UserError(
             f"{image} names an image, but the model reads text alone: give a vision-language model, or leave "

@@ -49,6 +49,9 @@ def trains_apart(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> b
 
 def decoder_in_training(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> DecoderConfig:
     """Returns the model as a run trains it, see `trains_apart`; for callers that have no folder of it."""
+    if (head := config.objective.kind.head) is not None:
+        found: DecoderConfig = resolve(head).decoder(decoder)
+        return found
     return replace(decoder, tied_embeddings=decoder.tied_embeddings and not trains_apart(config, decoder, names))
 
 
@@ -62,6 +65,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
     modules = {name: names.aliases(name) for name in module_names(decoder)}
     trained = {name for name, aliases in modules.items() if matches_trainable(name, config.trainable, aliases)}
     require_matched("trainable", config.trainable, modules, matches_trainable)
+    trained.update(decoder.always_trained)
     settings: dict[str, AdapterSettings] = {}
     if config.lora.rank > 0:
         candidates = {name: aliases for name, aliases in modules.items() if _carries_adapter(name, decoder)}

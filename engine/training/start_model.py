@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from engine.checkpoint.heads import HeadChange
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
@@ -52,6 +53,17 @@ class ModelSource:
 
         weights = None if self.weights is None else untied(self.weights)
         return ModelSource(model=self.model.untied(), weights=weights, head_is_copy=True)
+
+    def with_head(self, change: HeadChange, seed: int) -> ModelSource:
+        """Returns the same model with the head that an objective trains.
+
+        Raises:
+            UserError: it cannot have it.
+        """
+        if self.weights is None:
+            return ModelSource(model=change.folder(self.model), weights=None)
+        weights = change.weights(self.weights, seed=seed)
+        return ModelSource(model=weights.model, weights=weights)
 
     def fingerprint(self) -> str | None:
         """Returns the fingerprint of the weights; None when there are none."""
@@ -116,6 +128,9 @@ def model_source(config: RunConfig) -> ModelSource:
     else:
         weights = open_source(config.model.path, config.model.implementation)
         source = ModelSource(model=weights.model, weights=weights)
+    if (head := config.objective.kind.head) is not None:
+        return source.with_head(resolve(head), config.train.seed)
+    source.model.check_tokens()
     return source.untied() if trains_apart(config, source.model.decoder, source.model.names) else source
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.heads import SCORE
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
@@ -89,6 +90,8 @@ def state_contents(
         "dtype": config.model.base_dtype,
         "implementation": training.source.model.implementation,
     }
+    if training.source.model.decoder.scores:
+        base["head"] = SCORE
     return TrainingContents(
         step=step,
         state=state,

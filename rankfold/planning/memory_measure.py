@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from engine.batch import Batch
+from engine.batch import Batch, BatchPart
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.collate import context_part
+from engine.judges.batch_parts import ScoredAnswers
 from engine.planning.recording import EagerMode
 from engine.preferences.batch_parts import Answers
 from engine.runtime.launch import Launch
@@ -187,9 +188,13 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
     return batches
 
 
-def _pairs(config: RunConfig, rows: int) -> Answers:
+def _pairs(config: RunConfig, rows: int) -> BatchPart:
     """Returns two answers per row, of which the first was preferred."""
     length, count = config.data.seq_length, 2 * rows
+    if config.objective.kind.head is not None:
+        numbers = torch.full((rows, 2 * length), -1)
+        numbers[:, [length - 1, 2 * length - 1]] = torch.arange(count).view(rows, 2)
+        return ScoredAnswers(numbers_BS=numbers, margins=torch.zeros(rows))
     known = config.objective.compared_with == "initial"
     return Answers(
         ids_BS=torch.arange(count).repeat_interleave(length).view(rows, 2 * length),

@@ -18,6 +18,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.gemma4": ("engine.experts",),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
+    "engine.judges": ("engine.preferences",),
     "engine.tenants": (),
     "engine.hub": (),
     "rankfold.serving": ("engine.tenants",),

@@ -12,11 +12,12 @@ from engine.preferences.data.judged import JudgedReader
 from engine.preferences.data.preference_pairs import PairReader
 
 
-def _build(
+def build_records(
     kind: type[RecordReader[Any]], paths: Paths, *, tokenizer: Tokenizer, images: Any = None, **options: Any
 ) -> TokenDataset:
+    """The rows of some records, read by `kind`."""
     return build_dataset(paths, kind(tokenizer, images=images), **options)
 
 
-build_pairs = partial(_build, PairReader)
-build_judged = partial(_build, JudgedReader)
+build_pairs = partial(build_records, PairReader)
+build_judged = partial(build_records, JudgedReader)

@@ -51,13 +51,14 @@ LEVELS = {
     "engine.gemma4": 10,
     "engine.training": 8,
     "engine.preferences": 10,
+    "engine.judges": 11,
     "engine.rollouts": 10,
     "engine.tenants": 10,
     "engine.api": 10,
-    "rankfold": 11,
-    "tools": 12,
-    "examples": 13,
-    "tests": 14,
+    "rankfold": 12,
+    "tools": 13,
+    "examples": 14,
+    "tests": 15,
 }
 FOR_ALL = (
     "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",

@@ -137,6 +137,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     weights = training.source.weights
     if weights is not None and (line := weights.outside_note()) is not None:
         log.info(line)
+    if weights is not None and weights.head_note is not None:
+        log.info(weights.head_note)
     if training.source.head_is_copy:
         ends = " and ".join(end for end in ("embed_tokens", "lm_head") if training.plan.modules.trains(end))
         log.info(

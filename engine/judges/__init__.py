@@ -1,0 +1,1 @@
+"""Reward models: a decoder whose head scores a whole text."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "quickstart": "the whole job on a small model in three minutes: train, export, check",
     "train": "train LoRA adapters, selected parameters, or everything",
+    "export": "write what a run has trained as a PEFT adapter or a whole model, and upload it to the Hugging Face hub",
     "convert": "convert checkpoints, adapters, and configurations of other trainers",
     "generate": "generate text with a model",
     "chat": "talk with a model at the terminal",

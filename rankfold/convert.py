@@ -7,6 +7,7 @@ rankfold convert reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
 rankfold convert export --source RUN_DIR --out ADAPTER_DIR --format peft
 rankfold convert export --source RUN_DIR --out HF_DIR --format hf --merge
 rankfold convert export --source CKPT_DIR --out HF_DIR --format hf
+rankfold convert export --source RUN_DIR --out ADAPTER_DIR --format peft --push OWNER/NAME
 rankfold convert merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
 rankfold convert inspect DIR
 rankfold convert config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
@@ -21,13 +22,18 @@ import argparse
 import sys
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES, IMPLEMENTATIONS
 from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import add_download, with_local_folders
+from engine.config.hub_push import add_push, check_push, push_of, upload
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
 from engine.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.conversion.commands import Options
 
 _TENSOR = {"parallel.tensor": "--tensor"}
 _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
@@ -70,29 +76,11 @@ def build_parser(command: str | None = None) -> CommandLine:
     exporting.add_argument("--source", required=True, type=Path, help="folder of a run, of a checkpoint, or of a base")
     exporting.add_argument("--format", required=True, choices=("peft", "hf"), help="an adapter, or a whole model")
     exporting.add_argument("--merge", action="store_true", help="with hf: merge trained adapters into the weights")
-    exporting.add_argument("--base", type=Path, help="folder of the run's base model, if it has moved")
-    exporting.add_argument(
-        "--base-name",
-        metavar="NAME",
-        help="with peft: name of the base written into the adapter, such as OWNER/NAME on the hub",
-    )
-    exporting.add_argument(
-        "--adapter-form",
-        choices=ADAPTER_FORMS,
-        help="with peft, for the experts of a mixture: the factors of each expert separately (default; read by PEFT "
-        "and vLLM), stacked as target_parameters (PEFT), or shared factors once (SGLang, vLLM if an option says so)",
-    )
-    exporting.add_argument(
-        "--reader",
-        choices=ADAPTER_READERS,
-        help="program that will read the adapter; a form that it cannot read is refused",
-    )
-    exporting.add_argument(
-        "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
-    )
-    _add_model_options(exporting)
+    add_run_options(exporting)
+    add_model_options(exporting)
     _add_common(exporting)
     add_download(exporting, source="model", base="model")
+    add_push(exporting)
 
     merging = commands.add_parser("merge", help="merge a PEFT adapter into the weights of its base", stands_for=_MERGE)
     merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
@@ -102,9 +90,10 @@ def build_parser(command: str | None = None) -> CommandLine:
         choices=BASE_DTYPES,
         help="encoding of the base when the adapter was trained: merge into the weights as it rounds them",
     )
-    _add_model_options(merging)
+    add_model_options(merging)
     _add_common(merging)
     add_download(merging, base="model", adapter="adapter")
+    add_push(merging)
 
     inspecting = commands.add_parser("inspect", help="show what a run, checkpoint, model or adapter holds")
     inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, a model, or a PEFT adapter")
@@ -124,12 +113,40 @@ def build_parser(command: str | None = None) -> CommandLine:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder to create")
+    add_work_options(parser)
+
+
+def add_work_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options on how a conversion works."""
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model, adapter or checkpoint")
     parser.add_argument("--verify", action="store_true", help="read everything back from the disk and compare")
     parser.add_argument("--threads", type=int, help="threads that read and write (default: two per core, at most 8)")
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options on what is exported of a run."""
+    parser.add_argument("--base", type=Path, help="folder of the run's base model, if it has moved")
+    parser.add_argument(
+        "--base-name",
+        metavar="NAME",
+        help="of an adapter: name of the base written into it, such as OWNER/NAME on the hub",
+    )
+    parser.add_argument(
+        "--adapter-form",
+        choices=ADAPTER_FORMS,
+        help="for the experts of a mixture: the factors of each expert separately (default; read by PEFT and vLLM), "
+        "stacked as target_parameters (PEFT), or shared factors once (SGLang, vLLM if an option says so)",
+    )
+    parser.add_argument(
+        "--reader",
+        choices=ADAPTER_READERS,
+        help="program that will read the adapter; a form that it cannot read is refused",
+    )
+    parser.add_argument("--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options on how a model is written."""
     parser.add_argument(
         "--max-shard-gb", type=read_gb, default=5.0, help="largest weight file, such as 5 or 5GB (default 5)"
     )
@@ -161,6 +178,9 @@ def _carry_out(arguments: argparse.Namespace) -> None:
 
         run(arguments)
         return
+    push = push_of(arguments) if "push" in arguments else None
+    if push is not None:
+        check_push(push)
     if arguments.command != "inspect":
         start_reading([arguments.base if arguments.command == "merge" else arguments.source])
     # Imported after the command line is known to be sound: torch takes seconds to load.
@@ -171,22 +191,7 @@ def _carry_out(arguments: argparse.Namespace) -> None:
         return
     from engine.conversion import commands
 
-    out, given = arguments.out, vars(arguments)
-    model = {}
-    if "fused" in given:
-        if not isfinite(arguments.max_shard_gb):
-            raise UserError(
-                f"--max-shard-gb is {arguments.max_shard_gb}, but a number above 0 is expected: use e.g. 5."
-            )
-        model = {
-            "max_shard_bytes": int(arguments.max_shard_gb * 1e9),
-            "fusing": arguments.fused,
-            "proof": not arguments.no_proof,
-            "stored_base": arguments.stored_base,
-        }
-    options = commands.Options(
-        overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model
-    )
+    out, options = arguments.out, work_options(arguments)
     if arguments.command == "import":
         commands.run_import(
             arguments.source, out, tensor=arguments.tensor, options=options, implementation=arguments.implementation
@@ -208,4 +213,30 @@ def _carry_out(arguments: argparse.Namespace) -> None:
             adapter_form=arguments.adapter_form,
             reader=arguments.reader,
             download=arguments.download,
+            for_hub=push is not None,
         )
+    if push is not None:
+        upload(out, push)
+
+
+def work_options(arguments: argparse.Namespace) -> Options:
+    """Returns the options of a conversion.
+
+    Raises:
+        UserError: a value cannot be used.
+    """
+    from engine.conversion.commands import Options
+
+    model = {}
+    if "fused" in arguments:
+        if not isfinite(arguments.max_shard_gb):
+            raise UserError(
+                f"--max-shard-gb is {arguments.max_shard_gb}, but a number above 0 is expected: use e.g. 5."
+            )
+        model = {
+            "max_shard_bytes": int(arguments.max_shard_gb * 1e9),
+            "fusing": arguments.fused,
+            "proof": not arguments.no_proof,
+            "stored_base": arguments.stored_base,
+        }
+    return Options(overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model)

@@ -20,7 +20,7 @@ from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapt
 from engine.checkpoint.untied import trained_apart, untied
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import AdapterForm, AdapterReader, Implementation
-from engine.config.hub import instead_of, local_folder, looks_like_hub_name
+from engine.config.hub import instead_of, local_folder, looks_like_hub_name, name_of_snapshot
 from engine.config.run_files import CHECKPOINTS
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
@@ -34,11 +34,12 @@ from engine.conversion.import_export import (
 )
 from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale, require_known
-from engine.conversion.model_card import training_facts
+from engine.conversion.model_card import model_card
 from engine.conversion.peft_config import scores_texts
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter, prove_model
+from engine.conversion.run_facts import training_facts
 from engine.conversion.shared_factors import EachExpert
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
@@ -153,6 +154,7 @@ def run_export(
     adapter_form: AdapterForm | None = None,
     reader: AdapterReader | None = None,
     download: bool = False,
+    for_hub: bool = False,
 ) -> None:
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
 
@@ -161,6 +163,7 @@ def run_export(
         adapter_form: of the adapters of a mixture's experts; None for "per_expert".
         reader: the program that is to read an adapter of experts.
         download: whether the base that a run records may be downloaded from the Hugging Face hub.
+        for_hub: an adapter has to name a base that others have.
 
     Raises:
         UserError: the options do not fit the kind of `source`.
@@ -181,6 +184,11 @@ def run_export(
     if form == "peft":
         if merge:
             raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
+        if for_hub and base_name is None and name_of_snapshot(trained.model.hf_path.resolve()) is None:
+            raise UserError(
+                f"the base of {source} is in {trained.model.hf_path}, a folder that only this machine has, and an "
+                "adapter on the hub names its base: give the base's name there with --base-name."
+            )
         weights, chosen = trained.weights, adapter_form or "per_expert"
         unread = unread_by_peft(values, trained.checkpoint.lora, trained.model, chosen)
         proof = partial(prove_adapter, base=weights, trained=values, scale=trained.scale, unread=unread)
@@ -208,7 +216,8 @@ def run_export(
     base_dtype = trained.checkpoint.base.get("dtype")
     weights = _as_trained(trained.weights, base_dtype, values.tensor_names(), options, log)
     merged = MergedSource(trained.model, weights, values, scale=trained.scale)
-    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer)
+    card = model_card(trained.model, training_facts(trained.checkpoint))
+    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer, card)
 
 
 def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:
@@ -228,7 +237,8 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
     weights = factors.on(weights)
     seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
     merged = MergedSource(weights.model, seen, factors, scale=factors.scale)
-    _export_weights(merged, adapter, out, options, log, adapter_template(adapter))
+    card = model_card(weights.model, adapter=adapter)
+    _export_weights(merged, adapter, out, options, log, adapter_template(adapter), card)
 
 
 def _padding_id(*folders: Path) -> int | None:
@@ -263,6 +273,7 @@ def _export_weights(
     options: Options,
     log: Log,
     tokenizer: TrainedTokenizer = BASES_OWN,
+    card: str | None = None,
 ) -> None:
     with options.work(log, f"exporting {short_path(read)}", weights) as work:
         report = export_hf(
@@ -274,6 +285,7 @@ def _export_weights(
             work=work,
             proof=partial(prove_model, source=weights) if options.proof else None,
             tokenizer=tokenizer,
+            card=card,
         )
     _say(log, report)
 

@@ -31,6 +31,7 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.checkpoint.weight_source import WeightSource
+from engine.conversion.model_card import CARD
 from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
@@ -265,6 +266,7 @@ def export_hf(
     work: Work = PLAIN_WORK,
     proof: Proof | None = None,
     tokenizer: TrainedTokenizer = BASES_OWN,
+    card: str | None = None,
 ) -> ConversionReport:
     """Writes a Hugging Face folder: the tensors under their family's names, config and tokenizer files beside them.
 
@@ -278,6 +280,7 @@ def export_hf(
         work: the settings.
         proof: tries the folder before it takes its name.
         tokenizer: of the training.
+        card: text of README.md, in place of the base's.
 
     Raises:
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
@@ -300,6 +303,8 @@ def export_hf(
             _write_index(staging / INDEX, files, total)
         companions.copy_to(staging)
         tokenizer.write_template(staging)
+        if card is not None:
+            write_durably(staging / CARD, card)
         _write_changed_config(staging, source)
         _check_names(staging, source, files)
         if work.verify:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,11 +25,12 @@ from engine.conversion.expert_stacks import in_turns, live_name
 from engine.conversion.import_export import ConversionReport, Proof
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import LORA_A, adapted_modules, fully_trained, recorded_scales
-from engine.conversion.model_card import CARD, model_card
+from engine.conversion.model_card import CARD, adapter_card
 from engine.conversion.peft_config import SCORING, patterns
 from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.conversion.peft_tensors import adapter_tensors, fused_with, is_stored_fused, outer_tensors, stacked_tensors
+from engine.conversion.run_facts import NO_FACTS, TrainingFacts
 from engine.conversion.shared_factors import EachExpert
 from engine.conversion.vllm_adapters import unread_by_vllm
 from engine.errors import UserError
@@ -52,7 +52,7 @@ def export_peft(
     proof: Proof | None = None,
     tokenizer: TrainedTokenizer = BASES_OWN,
     base_name: str | None = None,
-    facts: Mapping[str, str] = MappingProxyType({}),
+    facts: TrainingFacts = NO_FACTS,
     form: AdapterForm = "per_expert",
     reader: AdapterReader | None = None,
 ) -> ConversionReport:
@@ -72,7 +72,7 @@ def export_peft(
         proof: tries the folder before it takes its name.
         tokenizer: of the training.
         base_name: the adapter's name of its base; None for the folder it is in here.
-        facts: further facts for the model card, name -> value.
+        facts: about the training, for the model card.
         form: of the factors of a mixture's experts.
         reader: the program that is to read the folder; None for those that `form` is made for.
 
@@ -114,7 +114,7 @@ def export_peft(
         companions.copy_to(staging)
         tokenizer.write_template(staging)
         complete_settings(staging)
-        write_durably(staging / CARD, model_card(config, facts))
+        write_durably(staging / CARD, adapter_card(config, model, facts))
         _verify(staging, tensors)
         if proof is not None:
             notes.append(proof(staging))

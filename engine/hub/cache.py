@@ -17,7 +17,8 @@ from engine.config.hub import HubName
 from engine.files.durable import write_durably
 from engine.files.holder import take_system_lock
 from engine.files.refusals import writing
-from engine.hub.client import RemoteFile, RepoKind
+from engine.hub.client import RepoKind
+from engine.hub.listing import RemoteFile
 from engine.telemetry.log import Log
 
 _DEFAULT_BRANCH = "main"

@@ -20,8 +20,8 @@ from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.refusals import writing
 from engine.hub.cache import CachedRepo
-from engine.hub.client import Listing, RemoteFile
 from engine.hub.data_names import DataName
+from engine.hub.listing import Listing, RemoteFile
 
 CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 """Files from which the library reads subsets and splits."""

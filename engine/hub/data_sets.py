@@ -19,10 +19,11 @@ from engine.data.tables import TABLES, rows_of
 from engine.errors import UserError
 from engine.hub.agreement import agreed
 from engine.hub.cache import CachedRepo
-from engine.hub.client import Listing, asking, endpoint, list_files
+from engine.hub.client import asking, endpoint
 from engine.hub.data_files import CARDS, is_plain, note_listing, noted_listing, opened_split, require_library
 from engine.hub.data_names import DataName, parse_data_name
 from engine.hub.download import Downloads
+from engine.hub.listing import Listing, list_files
 from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log
 

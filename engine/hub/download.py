@@ -18,7 +18,8 @@ from typing import Any, Self
 from engine.errors import UserError
 from engine.files.refusals import Unfinished, writing
 from engine.hub.cache import CachedRepo
-from engine.hub.client import Listing, RemoteFile, api, asking, endpoint
+from engine.hub.client import api, asking, endpoint
+from engine.hub.listing import Listing, RemoteFile
 from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress

@@ -11,7 +11,7 @@ from engine.config.hub import Need
 from engine.conversion.peft_read import ADAPTER_WEIGHTS
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.hub.client import Listing
+from engine.hub.listing import Listing
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files of which a tokenizer has at least one."""
@@ -37,7 +37,7 @@ def small_files(listing: Listing, need: Need) -> list[str]:
     beside = [
         path
         for path, file in listing.files.items()
-        if "/" not in path and file.size <= _MAX_BESIDE and _is_beside(path) and path not in (main, *TOKENIZERS)
+        if "/" not in path and file.size <= _MAX_BESIDE and is_beside(path) and path not in (main, *TOKENIZERS)
     ]
     if SINGLE not in listing.files and INDEX in listing.files and need in ("model", "either"):
         beside.append(INDEX)
@@ -62,7 +62,7 @@ def weight_files(listing: Listing, need: Need, index: Callable[[], Path]) -> lis
         return [SINGLE]
     if INDEX not in files:
         return [_required(listing, SINGLE, "pytorch_model.bin", "pytorch_model.bin.index.json")]
-    shards = _shards(index())
+    shards = shard_names(index())
     for name in shards:
         if name not in files or not name.endswith(".safetensors"):
             raise UserError(f"{INDEX} of {listing.repo} names {name!r}, which is no weight file of it: report it.")
@@ -76,17 +76,17 @@ def lacking(snapshot: Path, need: Need, *, no_tokenizer: bool) -> list[str]:
         no_tokenizer: the repository is known to have no tokenizer.
     """
     if need == "adapter" or _is_adapter([path.name for path in snapshot.iterdir()], need):
-        return _absent(snapshot, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+        return absent_files(snapshot, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     has_tokenizer = no_tokenizer or any((snapshot / name).is_file() for name in TOKENIZERS)
     absent = [] if need == "config" or has_tokenizer else [TOKENIZERS[0]]
     if need == "tokenizer":
         return absent
-    absent += _absent(snapshot, (CONFIG,))
+    absent += absent_files(snapshot, (CONFIG,))
     if need == "config" or (snapshot / SINGLE).is_file():
         return absent
     if not (snapshot / INDEX).is_file():
         return [*absent, SINGLE]
-    return absent + _absent(snapshot, _shards(snapshot / INDEX))
+    return absent + absent_files(snapshot, shard_names(snapshot / INDEX))
 
 
 def _required(listing: Listing, name: str, *pickled: str) -> str:
@@ -104,13 +104,14 @@ def _is_adapter(names: Iterable[str], need: Need) -> bool:
     return need == "either" and ADAPTER_CONFIG in names
 
 
-def _is_beside(name: str) -> bool:
+def is_beside(name: str) -> bool:
+    """Returns whether a file of this name goes with weights."""
     if name.endswith(_INDEX_ENDING) or name.startswith("."):
         return False
     return name.endswith(_BESIDE) or name.startswith(_NAMES)
 
 
-def _shards(index: Path) -> list[str]:
+def shard_names(index: Path) -> list[str]:
     """Returns the files that an index names.
 
     Raises:
@@ -122,5 +123,6 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(found.values()))
 
 
-def _absent(folder: Path, names: Iterable[str]) -> list[str]:
+def absent_files(folder: Path, names: Iterable[str]) -> list[str]:
+    """Returns the names of which a folder has no file."""
     return [name for name in names if not (folder / name).is_file()]

@@ -9,8 +9,8 @@ from engine.checkpoint.hf_tensors import INDEX
 from engine.config.hub import HubName, Need
 from engine.hub.agreement import agreed
 from engine.hub.cache import CachedRepo
-from engine.hub.client import list_files
 from engine.hub.download import Downloads
+from engine.hub.listing import list_files
 from engine.hub.selection import TOKENIZERS, lacking, small_files, weight_files
 from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log

@@ -18,10 +18,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
 
     with local_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", hub.address)  # of its functions, which PEFT calls
         template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)

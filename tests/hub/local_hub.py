@@ -34,6 +34,8 @@ class Repo:
         commits: commit -> files.
         is_private, gated: what it takes to read it; `gated` is the hub's reason, "" for none.
         listed: replaces the files that its info lists, path -> (size, digest).
+        is_foreign: no token may write to it.
+        ignored: paths that its .gitignore names.
     """
 
     branches: dict[str, str] = field(default_factory=dict)
@@ -41,6 +43,8 @@ class Repo:
     is_private: bool = False
     gated: str = ""
     listed: dict[str, tuple[int, str]] = field(default_factory=dict)
+    is_foreign: bool = False
+    ignored: tuple[str, ...] = ()
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
         """Adds a commit to a branch and returns it."""
@@ -60,6 +64,9 @@ class LocalHub:
         cuts: path -> bytes after which the connection is cut, once for each entry of the list.
         sent_instead: path -> content that is sent in place of the file's.
         statuses: part of an address -> status that is answered there, with `headers`.
+        failures: beginning of a method and path -> statuses that are answered there, one after the other; 0 cuts the
+            connection.
+        messages: of the commits that were taken.
         seen: what was asked, by method and path; `bytes_sent` counts files' bytes.
     """
 
@@ -72,7 +79,14 @@ class LocalHub:
     seen: Counter[str] = field(default_factory=Counter)
     tokens: list[str] = field(default_factory=list)
     large: dict[str, bytes] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    failures: dict[str, list[int]] = field(default_factory=dict)
     bytes_sent: int = 0
+
+    @property
+    def storage(self) -> str:
+        """The address of large files, on another host, which gets no token."""
+        return self.address.replace("127.0.0.1", "localhost") + "/storage"
 
     def model(self, name: str, files: dict[str, bytes], branch: str = "main") -> str:
         """Commits files to a model, which is made where it is not there; returns the commit."""
@@ -145,10 +159,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.token:
             self.state.tokens.append(self.token)
         try:
+            for part, statuses in self.state.failures.items():
+                if f"{self.command} {unquote(path)}".startswith(part) and statuses:
+                    self._fail(statuses.pop(0))
+                    return
             for part, status in self.state.statuses.items():
                 if part in unquote(path):
                     raise _Refused(status, message="the hub is under maintenance" if status >= 500 else "")
             if path.startswith("/storage/"):
+                if self.token:
+                    raise _Refused(400)
                 self._storage(unquote(path.removeprefix("/storage/")))
             elif (found := _FILE.fullmatch(path)) is not None:
                 self._file("datasets" if found[1] else "models", found[2], unquote(found[3]), unquote(found[4]))
@@ -169,6 +189,12 @@ class _Handler(BaseHTTPRequestHandler):
             if refused.message:
                 headers["X-Error-Message"] = refused.message
             self._send(refused.status, b"", headers)
+
+    def _fail(self, status: int) -> None:
+        if status == 0:
+            self.close_connection = True
+            return
+        raise _Refused(status)
 
     def _repo(self, kind: str, name: str) -> Repo:
         repo = self.state.repos.get((kind, name))
@@ -219,12 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
             branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.branches.items()]
             self._json({"branches": branches, "tags": [], "converts": []})
         elif verb == "preupload":
-            files = json.loads(self.body)["files"]
-            modes = [
-                {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith(_LARGE) else "regular"}
-                for one in files
-            ]
-            self._json({"files": [{**one, "shouldIgnore": False, "oid": None} for one in modes]})
+            self._preupload(repo, unquote(tail))
         elif verb == "branch":
             repo.branches[unquote(tail)] = repo.branches["main"]
             self._json({})
@@ -232,6 +253,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._take_commit(repo, name, unquote(tail))
         else:
             raise _Refused(404)
+
+    def _preupload(self, repo: Repo, branch: str) -> None:
+        self._may_write(repo)
+        held = repo.commits[self._commit(repo, branch)]
+        answers = [
+            {
+                "path": one["path"],
+                "uploadMode": "lfs" if one["path"].endswith(_LARGE) else "regular",
+                "shouldIgnore": one["path"] in repo.ignored,
+                "oid": digest_of(one["path"], held[one["path"]]) if one["path"] in held else None,
+            }
+            for one in json.loads(self.body)["files"]
+        ]
+        self._json({"files": answers})
+
+    def _may_write(self, repo: Repo) -> None:
+        if self.token != GOOD_TOKEN or repo.is_foreign:
+            raise _Refused(403, message="You have read access but not the required permissions")
 
     def _tree(self, repo: Repo, commit: str, folder: str, *, recursive: bool) -> list[dict[str, Any]]:
         prefix = f"{folder}/" if folder else ""
@@ -262,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path.endswith(_LARGE):
             self.state.large[digest] = data
             headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(data))}
-            headers["Location"] = f"{self.state.address}/storage/{digest}?path={quote(path)}"
+            headers["Location"] = f"{self.state.storage}/{digest}?path={quote(path)}"
             self._send(302, b"", headers)
             return
         self._content(path, data, headers)
@@ -316,13 +355,12 @@ class _Handler(BaseHTTPRequestHandler):
         for one in json.loads(self.body)["objects"]:
             entry = dict(one)
             if one["oid"] not in self.state.large:
-                entry["actions"] = {"upload": {"href": f"{self.state.address}/storage/{one['oid']}"}}
+                entry["actions"] = {"upload": {"href": f"{self.state.storage}/{one['oid']}"}}
             objects.append(entry)
         self._json({"transfer": "basic", "objects": objects})
 
     def _take_commit(self, repo: Repo, name: str, branch: str) -> None:
-        if self.token != GOOD_TOKEN:
-            raise _Refused(403, message="You have read access but not the required permissions")
+        self._may_write(repo)
         header: dict[str, Any] = {}
         files = dict(repo.commits[self._commit(repo, branch)])
         for line in self.body.splitlines():
@@ -330,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
             value = entry["value"]
             if entry["key"] == "header":
                 header = value
-            elif entry["key"] == "file":
+            elif entry["key"] == "file" and value["path"] not in repo.ignored:
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.state.large[value["oid"]]
@@ -339,6 +377,7 @@ class _Handler(BaseHTTPRequestHandler):
         if header.get("parentCommit") not in (None, repo.branches.get(branch)):
             raise _Refused(412, message="A commit has happened since")
         commit = repo.commit(files, branch)
+        self.state.messages.append(header["summary"])
         self._json({"commitUrl": f"{self.state.address}/{name}/commit/{commit}", "commitOid": commit, "success": True})
 
     def _json(self, value: object) -> None:

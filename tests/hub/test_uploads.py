@@ -273,8 +273,8 @@ def test_what_must_not_leave_this_machine(
     hub: LocalHub, adapter: Path, push: Any, tmp_path: Path, name: str, text: str, sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("HOME", "/home/somebody")
-    values = {"home": "/home/somebody", "folder": str(tmp_path)}
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    values = {"home": str(tmp_path / "home"), "folder": str(tmp_path)}
     (adapter / name).write_text(text.format(**values) if "{" in text else text)
     _refused(push(adapter, "--push", NAME), sentence.format(**values))
     assert not hub.messages

@@ -79,15 +79,24 @@ def start_ranks(options: StartOptions, nproc: int, command: Sequence[str]) -> No
         try:
             agent = _agent(options, nproc, command, folder, watched)
             result = agent.run()
+            _ignore_signals()
         except SignalException as caught:
+            _ignore_signals()
             status = _after_signal(caught.sigval, watched.statuses, options.grace)
         except (RendezvousError, torch.distributed.DistError) as error:
-            raise LostRankError(_lost(options)) from error
+            raise LostRankError(_lost(options, have_met=watched.have_met)) from error
         else:
             if result is None:
-                raise LostRankError(_lost(options))
+                raise LostRankError(_lost(options, have_met=watched.have_met))
             status = _status_of_failures(result) if result.is_failed() else 0
     sys.exit(status)
+
+
+def _ignore_signals() -> None:
+    """Keeps signals from the status of ranks that have ended: a scheduler that sees the first machine's process end
+    sends SIGTERM to the others', of which some are about to end with the same status."""
+    for name in _SIGNALS.split(","):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 @dataclass
@@ -96,6 +105,8 @@ class _Watched:
 
     statuses: dict[int, int | None] = field(default_factory=dict)
     """Rank on this machine -> how it ended, as of subprocess, when the ranks were last stopped."""
+    have_met: bool = False
+    """Whether ranks have started, for which all machines have to be there."""
 
 
 class _Agent(LocalElasticAgent):
@@ -104,6 +115,11 @@ class _Agent(LocalElasticAgent):
     def __init__(self, *arguments: Any, grace: int, watched: _Watched, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._grace, self._watched = grace, watched
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._watched.have_met = True
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -193,9 +209,14 @@ def _await_head(options: StartOptions) -> None:
             time.sleep(0.5)
 
 
-def _lost(options: StartOptions) -> str:
+def _lost(options: StartOptions, *, have_met: bool = False) -> str:
     if options.endpoint is None:
         return "the ranks of this machine could not meet: start the same command again."
+    if have_met:
+        return (
+            f"the {options.nnodes} machines have lost each other at {options.endpoint}: one of them has ended, perhaps "
+            "the first, without which the others cannot meet again; start all of them again to resume."
+        )
     return (
         f"the {options.nnodes} machines do not meet at {options.endpoint}: look whether each runs this command, "
         "whether this address is the first machine's and its port is open to the others, and start all of them again."

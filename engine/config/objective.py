@@ -41,6 +41,8 @@ class ObjectiveKind:
         synthetic: whether made-up tokens can stand in for its data.
         predictor: predicts the memory and time of sampling, a `engine.planning.rank_layout.SamplesPredictor`; None
             where nothing is sampled.
+        companions: returns the frozen models that lie on the devices beside the trained one, given the RunConfig; see
+            `engine.planning.rank_layout.Companion`. None where there are none.
         sections: sections of the configuration that belong to this objective.
     """
 
@@ -55,6 +57,7 @@ class ObjectiveKind:
     samples: bool = False
     synthetic: bool = False
     predictor: str | None = None
+    companions: str | None = None
     sections: tuple[str, ...] = ()
 
 
@@ -96,7 +99,8 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
         rules="engine.rollouts.rules:check_rollouts",
         samples=True,
         predictor="engine.rollouts.planned_rollouts:predict_rollout",
-        sections=("rollout",),
+        companions="engine.rollouts.teachers.model:companions",
+        sections=("rollout", "distillation"),
     ),
 }
 

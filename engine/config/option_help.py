@@ -102,7 +102,7 @@ def _most_set() -> str:
     for name in MOST_SET:
         sentence = re.split(r"(?<=[.;]) ", explanations()[name])[0].rstrip(".;")
         parts += [f"  --{name}{_value(name)}\n", textwrap.indent(textwrap.fill(sentence, _WIDTH - 8), "        "), "\n"]
-    titles = [f"  {name:<12}{section_title(kind).partition(': ')[2]}\n" for name, kind in sections().items()]
+    titles = [f"  {name:<14}{section_title(kind).partition(': ')[2]}\n" for name, kind in sections().items()]
     return "".join([*parts, _ENDING, *titles])
 
 

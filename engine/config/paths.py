@@ -16,6 +16,7 @@ PATH_OPTIONS = (
     "lora.init_from",
     "rollout.rewards",
     "rollout.adapter_dir",
+    "distillation.teachers",
     "data.train",
     "data.validation",
     "data.mix",

@@ -106,7 +106,7 @@ class RolloutOptions:
 
     def __post_init__(self) -> None:
         require_choices("rollout", self)
-        require_at_least("rollout.num_generations", self.num_generations, 2, "use for example 8")
+        require_at_least("rollout.num_generations", self.num_generations, 1, "use for example 8")
         require_at_least("rollout.max_completion_length", self.max_completion_length, 1, "use for example 512")
         require_positive("rollout.temperature", self.temperature, "use for example 1.0")
         require_at_least("rollout.top_k", self.top_k, 1, "use for example 50, or null for all tokens")

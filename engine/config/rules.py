@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.config.checks import require
 from engine.config.data import split_mix
+from engine.config.distillation import BASE
 from engine.config.hub import DATA_PREFIX, instead_of
 from engine.config.matching import matches_target
 from engine.config.option import changed
@@ -74,6 +75,9 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
             f"rollout.rewards has {IN_PROGRAM}{source.function}, a function of a Python program: give it in that "
             "program, as train(config, rewards=[...]), or name a file, as FILE.py:NAME.",
         )
+    for teacher in config.distillation.teachers:
+        if teacher != BASE:
+            _require_folder("distillation.teachers", teacher, "a model, of a PEFT adapter or of a run")
     for entry in config.data.mix:
         _require_file("a path of data.mix", split_mix(entry)[0], supplied)
     tokenizer = config.data.tokenizer
@@ -277,15 +281,16 @@ def _check_tasks(config: RunConfig) -> None:
 
 def check_objective(config: RunConfig) -> None:
     """Refuses options that cannot be combined with the objective, and sections that belong to another one."""
-    objective, rollout = config.objective, config.rollout
+    objective = config.objective
     if objective.kind.rules is not None:
         resolve(objective.kind.rules)(config)
-    for field in changed(rollout):
-        require(
-            "rollout" in objective.kind.sections,
-            f"rollout.{field.name} is set and objective.name is {objective.name}, which samples nothing: remove it, or "
-            "set objective.name to grpo.",
-        )
+    for section in ("rollout", "distillation"):
+        for field in changed(getattr(config, section)):
+            require(
+                section in objective.kind.sections,
+                f"{section}.{field.name} is set and objective.name is {objective.name}, which samples nothing: remove "
+                "it, or set objective.name to grpo.",
+            )
 
 
 def check_sequence_split(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.checks import require
 from engine.config.data import DataOptions
+from engine.config.distillation import DistillationOptions
 from engine.config.evaluation import EvaluationOptions
 from engine.config.guards import GuardOptions
 from engine.config.hub_options import HubOptions
@@ -34,6 +35,7 @@ class RunConfig:
         lora: The adapters.
         objective: Which loss is minimised.
         rollout: How completions are generated and scored.
+        distillation: Teachers whose probabilities completions are compared with.
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
@@ -51,6 +53,7 @@ class RunConfig:
     lora: LoraOptions = field(default_factory=LoraOptions)
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    distillation: DistillationOptions = field(default_factory=DistillationOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)

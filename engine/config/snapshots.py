@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.config.distillation import BASE
 from engine.config.hub import DATA_PREFIX, HubName, Need, local_folder, parse_name, recorded
 from engine.config.run import RunConfig
 from engine.config.run_files import CHECKPOINTS, CONFIG
@@ -18,8 +19,8 @@ from engine.seams import resolve
 
 
 def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfig:
-    """Returns the configuration with folders in place of names of a model, a tokenizer and an adapter to start from,
-    and with a commit in each name of a data set.
+    """Returns the configuration with folders in place of names of a model, a tokenizer, an adapter to start from and
+    teachers, and with a commit in each name of a data set.
 
     A run that resumes gets the commits that it has recorded, also where a branch has moved since.
 
@@ -40,6 +41,10 @@ def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfi
         found = replace(found, data=replace(found.data, tokenizer=_folder(config, tokenizer, "tokenizer", before)))
     if adapter is not None:
         found = replace(found, lora=replace(found.lora, init_from=_folder(config, adapter, "adapter", before)))
+    teachers = config.distillation.teachers
+    if teachers:
+        named = tuple(one if one == BASE else _folder(config, one, "model", before) for one in teachers)
+        found = replace(found, distillation=replace(found.distillation, teachers=named))
     return _with_data(found, before)
 
 
@@ -51,6 +56,7 @@ def records(config: RunConfig) -> RunConfig:
         model=replace(config.model, path=recorded(config.model.path)),
         data=replace(config.data, tokenizer=None if tokenizer is None else recorded(tokenizer)),
         lora=replace(config.lora, init_from=None if adapter is None else recorded(adapter)),
+        distillation=replace(config.distillation, teachers=tuple(map(recorded, config.distillation.teachers))),
     )
 
 
@@ -93,7 +99,10 @@ def _resumed(config: RunConfig) -> dict[str, list[str]]:
     mix = data.get("mix")
     texts = [data.get("train"), data.get("validation")]
     texts += [str(entry).rpartition("=")[0] for entry in mix] if isinstance(mix, list) else []
+    teachers = found.get("distillation")
+    teachers = teachers.get("teachers") if isinstance(teachers, dict) else None
     folders = [model.get("path"), data.get("tokenizer"), lora.get("init_from")]
+    folders += teachers if isinstance(teachers, list) else []
     return {
         "folders": [text for text in folders if isinstance(text, str)],
         "data": [text for text in texts if isinstance(text, str) and text.startswith(DATA_PREFIX)],

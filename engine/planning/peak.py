@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from engine.kernels.reference_quantize import CHUNK
@@ -36,7 +36,7 @@ from engine.planning.ledger import (
     without,
 )
 from engine.planning.pipeline_parts import PipelinePlan, messages_held, pipeline_plan
-from engine.planning.rank_layout import Layout, SamplesPredictor, Workload
+from engine.planning.rank_layout import Companion, Layout, SamplesPredictor, Workload
 from engine.planning.shapes import WIDE, Parameters, RegionKey
 from engine.planning.stage_bytes import StageBytes, stage_bytes
 from engine.planning.traces import RankModel, rank_model
@@ -230,7 +230,16 @@ class _Rank:
             # sharded masters are sent from a copy in the weights' dtype
             parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
             parts[OPTIMIZER] = device_bytes(self._largest_span())
+        parts[WEIGHTS] += sum(map(self._companion, self._workload.companions))
         return added(parts)
+
+    def _companion(self, companion: Companion) -> int:
+        """Counts the weights of a frozen model beside the trained one, adapters among them."""
+        workload = replace(
+            self._workload, decoder=companion.decoder, plan=companion.plan, beside=0, samples=None, companions=()
+        )
+        static = predict_static(workload, self._layout)[self._rank].static
+        return static.get(WEIGHTS, 0) + static.get(ADAPTERS, 0)
 
     def _flat(self) -> Counter[str]:
         """Returns the bytes of a flat fp32 buffer over trained parameters, by the axis that gradients are summed

@@ -12,7 +12,8 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import backend_name
 from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
-from engine.planning.rank_layout import Layout, Routing, Samples, Workload
+from engine.planning.rank_layout import Companion, Layout, Routing, Samples, Workload
+from engine.seams import resolve
 
 
 def workload_of(
@@ -66,8 +67,15 @@ def workload_of(
         offload_optimizer=config.memory.offload_optimizer,
         packed=config.data.fills_rows or objective.kind.group > 1,
         samples=samples,
+        companions=_companions(config),
         graphed=config.memory.cuda_graph != "none",
     )
+
+
+def _companions(config: RunConfig) -> tuple[Companion, ...]:
+    """Returns the frozen models beside the one that is trained."""
+    named = config.objective.kind.companions
+    return () if named is None else tuple(resolve(named)(config))
 
 
 def samples_of(config: RunConfig, *, prompt: int | None = None, completion: int | None = None) -> Samples | None:

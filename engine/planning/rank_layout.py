@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -127,6 +127,18 @@ class SamplesCost:
         return self.prefill + self.decode
 
 
+class Companion(NamedTuple):
+    """A frozen model that lies beside the trained one, in the same layout and dtypes.
+
+    Args:
+        decoder: its sizes.
+        plan: its adapters.
+    """
+
+    decoder: DecoderConfig
+    plan: TrainingPlan
+
+
 class SamplesPredictor(Protocol):
     """Predicts what sampling takes on a rank; `Samples.predictor` names one."""
 
@@ -169,6 +181,7 @@ class Workload:
         packed: whether rows may hold several documents even where one fills a row, which chooses the kernel of
             attention.
         samples: of an objective that samples what it trains on; None where data are given.
+        companions: models beside the trained one, whose weights count; their computation does not.
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
         tenants: runs on one base that share a micro-batch, each with adapters like those of the plan; 0 where the
             model is one run's own.
@@ -196,6 +209,7 @@ class Workload:
     routing: Routing = "balanced"
     packed: bool = False
     samples: Samples | None = None
+    companions: tuple[Companion, ...] = ()
     graphed: bool = False
     tenants: int = 0
 

@@ -533,7 +533,9 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     Raises:
         UserError: the model's sizes do not fit the ranks.
     """
-    alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False, graphed=False)
+    alike = replace(
+        workload, global_batch=0, beside=0, companions=(), offload_weights=False, offload_optimizer=False, graphed=False
+    )
     ends = ParallelOptions(
         tensor=parallel.tensor,
         sequence=parallel.sequence_parallel and workload.decoder.splits_tokens,

@@ -28,6 +28,7 @@ class Completions(BatchPart):
             that is the current model.
         reference_logps_BS: float32, the same under the reference; None where there is none, or where it is computed
             with each step.
+        token_advantages_BS: float32, what is added to the advantage of the completion at each label; None for nothing.
     """
 
     graphs_ignore: ClassVar[bool] = True
@@ -38,6 +39,7 @@ class Completions(BatchPart):
     sampled_logps_BS: Tensor
     old_logps_BS: Tensor | None = None
     reference_logps_BS: Tensor | None = None
+    token_advantages_BS: Tensor | None = None
 
     @property
     def brings_reference(self) -> bool:

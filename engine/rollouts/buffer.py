@@ -39,6 +39,7 @@ class Buffer:
         lag: steps between the weights that sampled it and the first step on it.
         old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
             completion is trained on once, right after the trainer's own model sampled it.
+        teacher_logps: float32 [K, tokens] of each completion, by each teacher; None without teachers.
     """
 
     generation: int
@@ -51,11 +52,17 @@ class Buffer:
     iterations: int
     lag: int = 0
     old_logps: tuple[NDArray[np.float32], ...] | None = None
+    teacher_logps: tuple[NDArray[np.float32], ...] | None = None
 
     @property
     def group(self) -> int:
         """Completions of each prompt."""
         return len(self.completions) // len(self.prompts)
+
+    @property
+    def own_logps(self) -> tuple[NDArray[np.float32], ...]:
+        """The log-probabilities of each completion's tokens under the model before the first step."""
+        return self.old_logps or tuple(one.logps for one in self.completions)
 
     @property
     def total_steps(self) -> int:
@@ -87,6 +94,8 @@ class Buffer:
         }
         if self.old_logps is not None:
             arrays["old_logps"] = np.concatenate(self.old_logps)
+        if self.teacher_logps is not None:
+            arrays["teacher_logps"] = np.concatenate(self.teacher_logps, axis=1)
         return save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
 
     @classmethod
@@ -108,6 +117,7 @@ class Buffer:
             parts = [
                 np.split(arrays[name], ends) for name in ("tokens", "sampled_logps", "old_logps") if name in arrays
             ]
+            teachers = arrays.get("teacher_logps")
             completions = tuple(
                 Sampled(tokens=tokens, logps=logps, truncated=bool(truncated))
                 for tokens, logps, truncated in zip(parts[0], parts[1], arrays["truncated"], strict=True)
@@ -119,6 +129,7 @@ class Buffer:
                 advantages=arrays["advantages"],
                 uniform=arrays["uniform"],
                 old_logps=tuple(parts[2]) if len(parts) > 2 else None,
+                teacher_logps=None if teachers is None else tuple(np.split(teachers, ends, axis=1)),
                 generation=generation,
                 num_steps=num_steps,
                 iterations=iterations,
@@ -152,6 +163,10 @@ class Buffer:
                 return f"completion {place} has no tokens"
             if any(each.dtype != np.float32 or each.shape != one.tokens.shape for each in logps):
                 return f"completion {place} has no log-probability for each token"
+            if self.teacher_logps is not None:
+                of_teachers = self.teacher_logps[place]
+                if of_teachers.dtype != np.float32 or of_teachers.shape != (len(of_teachers), len(one.tokens)):
+                    return f"completion {place} has no log-probability of each teacher for each token"
         return None
 
 

@@ -56,7 +56,7 @@ def step_figures(
     unscored = np.isnan(rewards_NF[:, : len(weights)]).all(axis=1)
     totals = np.nansum(rewards_NF * factors, axis=1)[~unscored]
     completions = buffer.completions[places]
-    figures = dict(zip(("reward", "reward_std"), _mean_and_deviation(totals), strict=True))
+    figures = dict(zip(("reward", "reward_std"), _mean_and_deviation(totals), strict=True)) if names else {}
     for name, column in zip(names, rewards_NF.T, strict=True):
         mean, deviation = _mean_and_deviation(column[~np.isnan(column)])
         figures |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": deviation}
@@ -66,8 +66,9 @@ def step_figures(
     for kind, some in (("length", lengths), ("terminated_length", ended)):
         for name, value in (("mean", some.mean()), ("min", some.min()), ("max", some.max())):
             figures[f"completions/{name}_{kind}"] = float(value)
+    if names:
+        figures["unscored"] = float(unscored.mean())
     return figures | {
-        "unscored": float(unscored.mean()),
         "completions/clipped_ratio": float(truncated.mean()),
         "uniform_groups": float(buffer.uniform[prompts.start : prompts.stop].mean()),
         "groups_dropped": float(dropped),
@@ -89,12 +90,13 @@ def format_completions(samples: Sequence[Sample], buffer: Buffer, names: Sequenc
     lines = []
     for place in range(0, len(samples), buffer.group)[:count]:
         sample, rewards = samples[place], buffer.rewards_NF[place]
-        parts = ", ".join(f"{name} {_shown(reward)}" for name, reward in zip(names, rewards, strict=True))
+        parts = [f"{name} {_shown(reward)}" for name, reward in zip(names, rewards, strict=True)]
         prompt, completion = (_text(one) for one in (sample.prompt, sample.completion))
-        cut = ", cut off" if buffer.completions[place].truncated else ""
-        lines.append(
-            f"{parts}{cut}, advantage {buffer.advantages[place]:+.2f}: {quoted(prompt)} -> {quoted(completion)}"
-        )
+        if buffer.completions[place].truncated:
+            parts.append("cut off")
+        if names:
+            parts.append(f"advantage {buffer.advantages[place]:+.2f}")
+        lines.append(f"{', '.join(parts) or 'completion'}: {quoted(prompt)} -> {quoted(completion)}")
     return lines
 
 

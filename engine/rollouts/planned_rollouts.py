@@ -80,7 +80,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
             host_limits=False,
         )  # fmt: skip
     parallel = layout.parallel
-    traced = _trace(replace(workload, global_batch=0, beside=0, graphed=False), _whole(parallel))
+    traced = _trace(replace(workload, global_batch=0, beside=0, companions=(), graphed=False), _whole(parallel))
     cache = _largest_cache(traced, workload, layout)
     rows = -(-samples.batch // layout.data_and_context)
     slots, group = samples.options.slots, samples.options.num_generations

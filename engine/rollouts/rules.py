@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from engine.config.checks import require
+from engine.config.distillation import BASE
 from engine.config.run import RunConfig
 
 
@@ -17,6 +18,7 @@ def check_rollouts(config: RunConfig) -> None:
     _check_completions(config)
     _check_prompts(config)
     _check_server(config)
+    _check_teachers(config)
 
 
 def _check_completions(config: RunConfig) -> None:
@@ -59,10 +61,21 @@ def _check_completions(config: RunConfig) -> None:
 def _check_prompts(config: RunConfig) -> None:
     """Refuses rollouts without rewards or room, and options of data that rollouts do not take."""
     rollout, data, name = config.rollout, config.data, config.objective.name
+    teachers = config.distillation.teachers
     require(
-        len(rollout.rewards) > 0,
+        len(rollout.rewards) > 0 or len(teachers) > 0,
         f"objective.name is {name} and rollout.rewards is [], so that no completion is better than another: name a "
-        "function, such as rewards.py:accuracy, or exact_match.",
+        "function, such as rewards.py:accuracy, or exact_match, or a teacher in distillation.teachers.",
+    )
+    require(
+        not rollout.rewards or rollout.num_generations > 1,
+        "rollout.num_generations is 1, but rewards are compared between the completions of a prompt: use for example "
+        "8, or rollout.rewards [] to learn from distillation.teachers alone.",
+    )
+    require(
+        bool(rollout.rewards) or rollout.overlong_buffer is None,
+        f"rollout.overlong_buffer is {rollout.overlong_buffer} and rollout.rewards is [], but the penalty is added to "
+        "rewards: name a reward, or remove it.",
     )
     objective = config.objective
     for option, limit, default in (
@@ -104,6 +117,24 @@ def _check_prompts(config: RunConfig) -> None:
         ("train.eval_mean is rows", train.eval_mean == "tokens", "which evaluates nothing"),
     ):  # fmt: skip
         require(wanted, f"{given} and objective.name is {name}, {why}: remove it.")
+
+
+def _check_teachers(config: RunConfig) -> None:
+    """Refuses options that cannot be combined with teachers."""
+    teachers = config.distillation.teachers
+    if not teachers:
+        return
+    loss = config.objective.loss_type
+    require(
+        loss != "vespo",
+        f"objective.loss_type is {loss}, which weighs whole completions by the sign of their advantage, and "
+        "distillation.teachers gives advantages to single tokens: choose another loss, such as dapo.",
+    )
+    require(
+        BASE not in teachers or (config.lora.rank > 0 and not config.trainable and config.lora.init_from is None),
+        "distillation.teachers has base, the model without its adapters, and the run has none, starts from trained "
+        "ones, or trains more than them: name the folder of a model instead.",
+    )
 
 
 def _check_server(config: RunConfig) -> None:

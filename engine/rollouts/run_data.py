@@ -18,12 +18,16 @@ from engine.rollouts.data.prompts import PromptLoader, read_prompts
 from engine.rollouts.scorer import check_rewards
 from engine.rollouts.served import check_server
 from engine.rollouts.source import RolloutSource
+from engine.rollouts.teachers.teachers import check_teachers
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
 from engine.training.run_data import Supplied
+
+_COMPARED = 16
+"""Prompts whose text is given to the tokenizers of teachers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +124,8 @@ def read_prompt_data(
             "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
         )
     check_rewards(config, launch, prompts.columns, supplied.rewards)
+    texts = [tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED]]
+    check_teachers(config, launch, model, tokenizer, texts, log.info)
     if rollout.server is not None:
         check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
     loader = PromptLoader(

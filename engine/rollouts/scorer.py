@@ -57,7 +57,7 @@ def check_rewards(
                 f"{listed(columns) or 'none beside the prompt'}): write {source.function}:FIELD."
             )
     found = None
-    if launch.rank == 0:
+    if launch.rank == 0 and config.rollout.rewards:
         with reward_pool(config, columns, in_program) as pool:
             found = pool.check()
     if (problem := broadcast_object(found)) is not None:
@@ -80,15 +80,18 @@ class Scorer:
         columns: Sequence[str],
         in_program: Mapping[str, Callable[..., Any]],
     ) -> None:
-        self._pool = reward_pool(config, columns, in_program) if launch.rank == 0 else None
+        has_work = launch.rank == 0 and bool(config.rollout.rewards)
+        self._pool = reward_pool(config, columns, in_program) if has_work else None
         self._config, self._said = config, 0
 
     def score(self, samples: Sequence[Sample]) -> Scores:
-        """Returns the scores of completions, the same on all ranks.
+        """Returns the scores of completions, the same on all ranks; without reward functions there are none.
 
         Raises:
             UserError: none of them has a reward, of any function.
         """
+        if not self._config.rollout.rewards:
+            return Scores(rewards=np.zeros((len(samples), 0)), problems=())
         scoring = None if self._pool is None else self._pool.begin(samples)
         found: Scores = broadcast_result(scoring, self._config)
         if np.isnan(found.rewards).all():

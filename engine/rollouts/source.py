@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.hub import recorded
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
@@ -41,6 +42,8 @@ from engine.rollouts.rewards.pool import Sample
 from engine.rollouts.sampler import Sampled, Sampler
 from engine.rollouts.scorer import Scorer
 from engine.rollouts.served import ServedSampler
+from engine.rollouts.teachers.differences import divergences, token_advantages
+from engine.rollouts.teachers.teachers import Teachers
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
 from engine.runtime.launch import Launch
@@ -50,7 +53,7 @@ from engine.training.build import Training
 from engine.training.row_shape import shape_on_mesh
 from engine.training.step_source import SourceState, StepRows
 
-ROLLOUT, REWARD = "rollout_seconds", "reward_seconds"
+ROLLOUT, REWARD, TEACHERS = "rollout_seconds", "reward_seconds", "teacher_seconds"
 
 
 class RolloutSource:
@@ -99,11 +102,14 @@ class RolloutSource:
         else:
             self._sampler = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns, in_program=rewards)
+        self._teachers = Teachers(config, launch, training) if config.distillation.teachers else None
         self._open: OpenBuffer | None = None
         self._generation, self._prompts_answered = 0, 0
         """The number of the next buffer, and the prompts that earlier ones have taken."""
         self.num_micro_batches, self.stalled = loader.num_micro_batches, 0.0
         self.work_seconds: dict[str, float] = {ROLLOUT: 0.0, REWARD: 0.0}
+        if self._teachers is not None:
+            self.work_seconds[TEACHERS] = 0.0
 
     @property
     def buffer(self) -> Buffer | None:
@@ -112,7 +118,7 @@ class RolloutSource:
 
     @property
     def shown(self) -> Mapping[str, str]:
-        return SHOWN
+        return SHOWN | {f"teachers/{name}/kl": f"kl {name}" for name in self._config.distillation.names}
 
     def sentence(self) -> str:
         return self._loader.sentence()
@@ -188,6 +194,7 @@ class RolloutSource:
         found = {
             f"{buffer.group} completions of a prompt": buffer.group == rollout.num_generations,
             f"{buffer.rewards_NF.shape[1]} rewards of a completion": buffer.rewards_NF.shape[1] == len(self._names()),
+            f"{_count(buffer)} teachers": _count(buffer) == len(self._config.distillation.teachers),
             "prompts that data.train does not have": 0
             <= buffer.prompts.min()
             <= buffer.prompts.max()
@@ -217,6 +224,7 @@ class RolloutSource:
         return {
             "rollout.rewards": [[source.name, source.weight] for source in config.rollout.reward_sources],
             "rollout.overlong_buffer": config.rollout.overlong_buffer,
+            "distillation.teachers": [recorded(teacher) for teacher in config.distillation.teachers],
             "rollout.num_generations": config.rollout.num_generations,
             "rollout.temperature": config.rollout.temperature,
             "train.global_batch_size": config.train.global_batch_size,
@@ -286,6 +294,10 @@ class RolloutSource:
             buffer = replace(buffer, old_logps=self._old_logps(buffer))
         if self._sampler.elsewhere:
             self._compare(buffer, step)
+        if self._teachers is not None:
+            begin = time.monotonic()
+            buffer = replace(buffer, teacher_logps=self._teacher_logps(self._teachers, buffer))
+            self.work_seconds[TEACHERS] += time.monotonic() - begin
         return buffer
 
     def _next_prompts(self) -> tuple[NDArray[np.int64], list[Prompt]]:
@@ -364,11 +376,14 @@ class RolloutSource:
         """Returns the trainer's log-probabilities of the completions before the first step on them. Collective."""
         # of truncated completions too, which are compared with their sampler
         dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
-        logps = token_logps(self._config, self._training, dataset)
-        ends = dataset.starts + dataset.lengths
-        return tuple(
-            logps[end - len(one.tokens) : end] for end, one in zip(ends.tolist(), buffer.completions, strict=True)
-        )
+        logps = token_logps(self._config, self._training.mesh, self._training.stages, dataset)
+        return tuple(logps[place] for place in _places(dataset, buffer))
+
+    def _teacher_logps(self, teachers: Teachers, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
+        """Returns the teachers' log-probabilities of the completions, [K, tokens] of each. Collective."""
+        dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
+        logps_KT = teachers.logps(dataset)
+        return tuple(logps_KT[:, place] for place in _places(dataset, buffer))
 
     def _show(self, step: int, samples: Sequence[Sample], buffer: Buffer) -> None:
         for number, line in enumerate(format_completions(samples, buffer, self._names(), self._config.rollout.show), 1):
@@ -395,6 +410,8 @@ class RolloutSource:
         weights = [source.weight for source in self._config.rollout.reward_sources]
         figures = step_figures(buffer, prompts, self._names(), weights, dropped=len(prompts) - len(trained))
         figures["off_policy_steps"] = float(buffer.lag + taken)
+        if buffer.teacher_logps is not None:
+            figures |= self._divergences(buffer, prompts)
         if self._sampler.elsewhere:
             bound = self._config.rollout.mismatch_bound
             figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
@@ -409,16 +426,25 @@ class RolloutSource:
             is_followed_by_work=taken + 1 == buffer.total_steps,
         )
 
+    def _divergences(self, buffer: Buffer, prompts: range) -> dict[str, float]:
+        """Returns an estimate of the divergence from each teacher over the completions of a step, by name."""
+        assert buffer.teacher_logps is not None
+        places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)
+        found = divergences(buffer.teacher_logps[places], buffer.own_logps[places])
+        names = self._config.distillation.names
+        return {f"teachers/{name}/kl": float(one) for name, one in zip(names, found, strict=True)}
+
     def _trained(self, buffer: Buffer, prompts: range) -> list[int]:
         """Returns the prompts of a step that are trained on; at least one, so that there are rows."""
-        if not self._config.rollout.drop_uniform_groups:
+        if not self._config.rollout.drop_uniform_groups or self._teachers is not None:
             return [*prompts]
         return [prompt for prompt in prompts if not buffer.uniform[prompt]] or [prompts.start]
 
     def _teaches(self, buffer: Buffer, prompt: int) -> bool:
         """Returns whether any completion of a prompt of the buffer has a gradient."""
         members = buffer.completions[prompt * buffer.group : (prompt + 1) * buffer.group]
-        return not buffer.uniform[prompt] and any(self._is_trained(one) for one in members)
+        told = self._teachers is not None or not buffer.uniform[prompt]
+        return told and any(self._is_trained(one) for one in members)
 
     def _is_trained(self, completion: Sampled) -> bool:
         return not (completion.truncated and self._config.objective.mask_truncated)
@@ -441,6 +467,7 @@ class RolloutSource:
                         tokens=one.tokens.tolist(),
                         sampled_logps=one.logps.tolist(),
                         advantage=float(buffer.advantages[place]),
+                        token_advantages=self._token_advantages(buffer, place),
                         trained=self._is_trained(one) or not masks,
                     )
                 )
@@ -456,6 +483,16 @@ class RolloutSource:
             assert columns is not None
             dataset.put(replace(columns, old_logps=np.concatenate(old)))
         return dataset
+
+    def _token_advantages(self, buffer: Buffer, place: int) -> list[float] | None:
+        """Returns what teachers add to the advantage of each token of a completion; None without teachers."""
+        if buffer.teacher_logps is None:
+            return None
+        options = self._config.distillation
+        added: list[float] = token_advantages(
+            buffer.teacher_logps[place], buffer.own_logps[place], options.factors, options.discount
+        ).tolist()
+        return added
 
     def _row_loader(self, dataset: TokenDataset) -> DataLoader:
         """Returns the loader that makes one global batch of all rows, filled up so that every rank has as many
@@ -474,6 +511,17 @@ class RolloutSource:
             num_workers=0,
             pin_memory=device.type == "cuda",
         )
+
+
+def _count(buffer: Buffer) -> int:
+    """Returns the number of teachers of a buffer."""
+    return 0 if buffer.teacher_logps is None else len(buffer.teacher_logps[0])
+
+
+def _places(dataset: TokenDataset, buffer: Buffer) -> list[slice]:
+    """Returns where the tokens of each completion of a buffer lie among those of its data set."""
+    ends = (dataset.starts + dataset.lengths).tolist()
+    return [slice(end - len(one.tokens), end) for end, one in zip(ends, buffer.completions, strict=True)]
 
 
 def _is_state(values: Any) -> bool:

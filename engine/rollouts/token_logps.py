@@ -1,7 +1,7 @@
 """Log-probabilities of a data set's targets under the current model, one number per token, without gradient.
 
-Completions are compared with them in training: under the model that their generation batch began with, and under the
-model without adapters. They go through the same stages as training does, without dropout.
+Completions are compared with them in training: under the model that their generation batch began with, under the
+model without adapters, and under teachers. They go through the same stages as training does, without dropout.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
+from engine.distributed.mesh import Mesh
 from engine.layers.host_copies import HostCopy, sent
-from engine.training.build import Training
 from engine.training.evaluate import group_size, groups
+from engine.training.rank_stages import Stages
 from engine.training.row_shape import shape_on_mesh
 
 
 def token_logps(
-    config: RunConfig, training: Training, dataset: TokenDataset, *, adapters: bool = True
+    config: RunConfig, mesh: Mesh, stages: Stages, dataset: TokenDataset, *, adapters: bool = True
 ) -> NDArray[np.float32]:
     """Returns float32 [T], the log-probability of each token of the data set given those before it in its document, at
     the rollouts' temperature; 0 where it is no target. Equal on all ranks. Collective.
 
     Args:
         config: of the run, whose objective is a policy gradient.
-        training: the model.
+        mesh, stages: of the model.
         dataset: the completions, in memory.
         adapters: False leaves them out: the reference.
     """
-    mesh, stages = training.mesh, training.stages
     device = stages.step.device
     length = dataset.seq_length
     loader = EvalLoader(

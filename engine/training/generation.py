@@ -86,7 +86,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
             model, or an image for a model of text alone.
     """
     tensor = choice.tensor_size(launch.world_size)
-    source, live, tokenizer, full = _sources(choice, log)
+    source, live, tokenizer, full = live_sources(choice, log)
     source.model.check_tokens()
     if image is not None and not live.config.sees_images:
         raise UserError(
@@ -132,9 +132,15 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     )
 
 
-def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer, tuple[str, ...]]:
-    """Returns the base, the live model of it and the adapter, the adapter's tokenizer, and the modules trained in
-    full."""
+def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer, tuple[str, ...]]:
+    """Opens a model without reading its weights.
+
+    Returns:
+        The base, the live model of it and the adapter, the adapter's tokenizer, and the modules trained in full.
+
+    Raises:
+        UserError: no such model or adapter, or an adapter that does not fit the model.
+    """
     if choice.adapter is None:
         assert choice.path is not None
         source = open_source(choice.path)

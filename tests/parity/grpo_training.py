@@ -338,7 +338,10 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
         if objective.num_iterations > 1:
             columns = dataset.extra(CompletionColumns)
             assert columns is not None
-            old, base = (token_logps(config, training, dataset, adapters=adapters) for adapters in (True, False))
+            old, base = (
+                token_logps(config, training.mesh, training.stages, dataset, adapters=adapters)
+                for adapters in (True, False)
+            )
             dataset.put(replace(columns, old_logps=old, reference_logps=base))
         for _ in range(objective.num_iterations):
             loader = DataLoader(

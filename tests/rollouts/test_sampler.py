@@ -51,7 +51,7 @@ def of_trainer(run: PreparedRun, prompts: Sequence[Prompt], found: Sequence[Samp
         for place, one in enumerate(found)
     ]  # fmt: skip
     dataset = TokenDataset(completion_columns(documents, "tokens"), seq_length=32, packing=packing)
-    logps = token_logps(run.config, run.training, dataset)
+    logps = token_logps(run.config, run.training.mesh, run.training.stages, dataset)
     ends = (dataset.starts + dataset.lengths).tolist()
     return [float(one) for end, own in zip(ends, found, strict=True) for one in logps[end - len(own.tokens) : end]]
 

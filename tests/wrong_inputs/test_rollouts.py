@@ -25,7 +25,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.rewards": "exact_match,numeric_answer", "rollout.reward_weights": "1"}, "has 1 numbers and"),
     ({"rollout.reward_weights": "a"}, "rollout.reward_weights is 'a', but a list of numbers is expected: use for"),
     ({"rollout.num_generations": 3}, "is 4, which counts completions, and rollout.num_generations 3"),
-    ({"rollout.num_generations": 1}, "rollout.num_generations is 1, but it must be 2 or more"),
+    ({"rollout.num_generations": 1}, "rollout.num_generations is 1, but rewards are compared between"),
     ({"rollout.max_completion_length": 512}, "which leaves no room for a prompt: raise data.seq_length"),
     ({"rollout.temperature": 0}, "rollout.temperature is 0.0, but it must be a number above 0"),
     ({"rollout.top_p": 1.5}, "rollout.top_p is 1.5, but a share"),

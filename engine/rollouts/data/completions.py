@@ -37,6 +37,7 @@ class Completion:
         sampled_logps: of each of `tokens`, the logarithm of the probability with which it was drawn, at the sampling
             temperature.
         advantage: over its group.
+        token_advantages: what is added to it for each of `tokens`; None for nothing.
         trained: False excludes it, a truncated one, from the loss, but not from the number of completions.
     """
 
@@ -44,6 +45,7 @@ class Completion:
     tokens: Sequence[int]
     sampled_logps: Sequence[float]
     advantage: float
+    token_advantages: Sequence[float] | None = None
     trained: bool = True
 
 
@@ -58,6 +60,7 @@ class CompletionColumns(ExtraColumns):
             completion is trained on only once, right after it was sampled.
         reference_logps: the same under the model without adapters; None where nothing is compared with it, or where it
             is computed with each step.
+        token_advantages: float32 [T], what is added to the advantage of each token's document; None for nothing.
         row_weight: the weight of a row in the loss.
     """
 
@@ -65,6 +68,7 @@ class CompletionColumns(ExtraColumns):
     sampled_logps: NDArray[np.float32]
     old_logps: NDArray[np.float32] | None = None
     reference_logps: NDArray[np.float32] | None = None
+    token_advantages: NDArray[np.float32] | None = None
     row_weight: RowWeight = "tokens"
     collector: ClassVar[str] = "engine.rollouts.data.completions:RowCompletions"
 
@@ -81,6 +85,8 @@ class CompletionColumns(ExtraColumns):
 
     def identity(self) -> Iterator[NDArray[np.float32]]:
         yield from (self.advantages, self.sampled_logps)
+        if self.token_advantages is not None:
+            yield self.token_advantages
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         known = {name: array for name, array in self.of_tokens().items() if array is not None}
@@ -92,6 +98,7 @@ class CompletionColumns(ExtraColumns):
             "sampled_logps": self.sampled_logps,
             "old_logps": self.old_logps,
             "reference_logps": self.reference_logps,
+            "token_advantages": self.token_advantages,
         }
 
 
@@ -106,6 +113,10 @@ def completion_columns(completions: Sequence[Completion], row_weight: RowWeight)
     ids = [[*one.prompt, *one.tokens] for one in completions]
     flags = [flag for one in completions for flag in [False] * len(one.prompt) + [one.trained] * len(one.tokens)]
     logps = [logp for one in completions for logp in (*[0.0] * len(one.prompt), *one.sampled_logps)]
+    added = None
+    if completions[0].token_advantages is not None:
+        parts = [(*[0.0] * len(one.prompt), *(one.token_advantages or ())) for one in completions]
+        added = np.array([number for part in parts for number in part], dtype=np.float32)
     return contiguous(
         np.array([token for one in ids for token in one], dtype=np.int32),
         np.array(flags, dtype=bool),
@@ -114,6 +125,7 @@ def completion_columns(completions: Sequence[Completion], row_weight: RowWeight)
             CompletionColumns(
                 advantages=np.array([one.advantage for one in completions], dtype=np.float32),
                 sampled_logps=np.array(logps, dtype=np.float32),
+                token_advantages=added,
                 row_weight=row_weight,
             )
         ],

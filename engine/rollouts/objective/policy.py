@@ -1,7 +1,8 @@
 """Policy gradients from groups of completions (GRPO, arXiv 2402.03300), and the losses that grew out of it.
 
 With p the log-probability of a completion's token under the model that is trained, p_old that under the model which the
-generation batch began with, and A the advantage of the completion, the ratio r and the loss of a token are
+generation batch began with, and A the advantage of the completion, to which teachers add one of the token, the ratio r
+and the loss of a token are
 
     r = exp(p - p_old),   l = -min(min(r, d) A, clip(r, 1 - e, 1 + e_high) A) + b k,
     k = (exp(p_ref - p) - (p_ref - p) - 1) r
@@ -187,6 +188,8 @@ class PolicyGradient:
         log_ratio_T = (logps_T - old_T) * tokens.weights_T
         ratio_T = (tokens.mean_of_each(log_ratio_T) if self._by_sequence else log_ratio_T).exp()
         advantages_T = tokens.each(completions.advantages)
+        if completions.token_advantages_BS is not None:
+            advantages_T = advantages_T + completions.token_advantages_BS.flatten()
 
         sampled_T = completions.sampled_logps_BS.flatten()
         # a sampler may not have reported a token's log-probability

@@ -1,0 +1,72 @@
+"""Distillation options: teachers whose probabilities completions are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from engine.config.checks import require
+from engine.config.option import REPORTED, option
+
+BASE = "base"
+"""Names the trained model without its adapters as a teacher."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillationOptions:
+    """Distillation: teachers of the completions that a run samples, where objective.name is grpo.
+
+    Each token gets, beside its completion's advantage, the difference between a teacher's log-probability of it and the
+    model's own, so that the gradient is that of the reverse divergence KL(model || teacher) at the sampled tokens
+    (on-policy distillation, arXiv 2306.13649).
+
+    Args:
+        teachers: Models that teach: folders of Hugging Face checkpoints, of PEFT adapters on model.path, or of runs;
+            base is model.path without adapters. They have the tokenizer of the model, and are computed in the run's
+            layout and precision. With teachers, rollout.rewards may be [].
+        weights: Weights of distillation.teachers, in their order; [] weighs each with 1.
+        discount: Share in a token's advantage of the difference of the token after it, and so on with powers of it; 0
+            counts each token's own difference alone.
+    """
+
+    teachers: tuple[str, ...] = option((), REPORTED)
+    weights: tuple[float, ...] = option((), REPORTED)
+    discount: float = option(0.0, REPORTED)
+
+    def __post_init__(self) -> None:
+        teachers, weights = self.teachers, self.weights
+        require(
+            not isinstance(teachers, str) and all(teachers),
+            f"distillation.teachers is {teachers!r}, but a list of folders is expected: write for example [teacher].",
+        )
+        twice = next((text for text, count in Counter(teachers).items() if count > 1), None)
+        require(twice is None, f"distillation.teachers has {twice} twice: remove one, and raise the other's weight.")
+        require(
+            len(weights) in (0, len(teachers)),
+            f"distillation.weights has {len(weights)} numbers and distillation.teachers {len(teachers)} models: give "
+            "one for each, or [] for 1 each.",
+        )
+        wrong = next((weight for weight in weights if not math.isfinite(weight) or weight <= 0), None)
+        require(wrong is None, f"distillation.weights has {wrong}, but numbers above 0 are expected: correct it.")
+        require(
+            0 <= self.discount <= 1,
+            f"distillation.discount is {self.discount}, but a share from 0 to 1 is expected: use 0 for none.",
+        )
+        require(
+            bool(teachers) or self.discount == 0,
+            f"distillation.discount is {self.discount} and distillation.teachers is [], so that there is nothing to "
+            "discount: name a teacher, or remove it.",
+        )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The weight of each teacher."""
+        return self.weights or (1.0,) * len(self.teachers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The teachers' names in reports: the last part of each path, and where several have the same, the path."""
+        last = [PurePath(teacher).name or teacher for teacher in self.teachers]
+        return tuple(name if last.count(name) == 1 else path for name, path in zip(last, self.teachers, strict=True))

@@ -1,0 +1,1 @@
+"""Teachers: models whose log-probabilities of sampled tokens a run learns from."""

@@ -1,0 +1,116 @@
+"""A teacher on the run's devices: a model of its own, in the run's layout, that computes log-probabilities alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.verification import checked_together
+from engine.checkpoint.weight_source import WeightSource
+from engine.config.distillation import BASE
+from engine.config.run import RunConfig
+from engine.conversion.proof import Live
+from engine.inference.options import ModelChoice
+from engine.planning.rank_layout import Companion
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+from engine.training.base_encoding import fill_base
+from engine.training.build import Training
+from engine.training.build_optimizer import host_places, weight_placement
+from engine.training.build_stages import build_stages
+from engine.training.device_choices import choose_for_device
+from engine.training.generation import live_sources
+from engine.training.rank_stages import Stages
+from engine.training.stage_layout import plan_partition
+from engine.training.start_model import ModelPlan, check_model
+
+_FIRST = ("layers.0.lora_A",)
+"""A parameter of the first layer: stages are split as those of a model that trains from there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenTeacher:
+    """A teacher that is known to fit the run, but not built yet.
+
+    Args:
+        config: of the run, with the teacher in place of its model.
+        source: the base.
+        live: the model with its adapter.
+    """
+
+    config: RunConfig
+    source: WeightSource
+    live: Live
+
+
+def model_choice(config: RunConfig, folder: Path) -> ModelChoice:
+    """Returns the model in a folder: a checkpoint, or an adapter with its base."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return ModelChoice(path=Path(config.model.path), adapter=folder, download=config.hub.download)
+    if (folder / "config.json").is_file():
+        return ModelChoice(path=folder)
+    return ModelChoice(path=None, adapter=folder, download=config.hub.download)
+
+
+def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> OpenTeacher:
+    """Opens a teacher, and checks that it fits the layout; reads no weights.
+
+    Raises:
+        UserError: no model, an adapter that does not fit it, or a model that does not divide over the ranks.
+    """
+    source, live, _, _ = live_sources(model_choice(config, folder), log)
+    source.model.check_tokens()
+    own = replace(
+        config,
+        model=replace(config.model, path=str(source.model.path), init="checkpoint"),
+        trainable=(),
+        lora=replace(config.lora, rank=0, init_from=None),
+        train=replace(config.train, router_aux_loss_coef=0.0),
+        memory=replace(config.memory, cuda_graph="none"),
+    )
+    check_model(own, source.model, world_size)
+    return OpenTeacher(config=own, source=source, live=live)
+
+
+def companions(config: RunConfig) -> Iterator[Companion]:
+    """Yields the teachers of a run that lie on its devices, for the planner; see
+    `engine.config.objective.ObjectiveKind`."""
+    for teacher in config.distillation.teachers:
+        if teacher != BASE:
+            _, live, _, _ = live_sources(model_choice(config, Path(teacher)), Log(rank=1))
+            yield Companion(live.config, live.plan)
+
+
+def build_teacher(opened: OpenTeacher, launch: Launch, training: Training, log: Log) -> Stages:
+    """Builds this rank's part of a teacher, and reads its weights. Collective.
+
+    Args:
+        training: the model that learns from it, on whose mesh it lies.
+    """
+    config, live, mesh = opened.config, opened.live, training.mesh
+    partition = plan_partition(config, live.config, _FIRST, launch.world_size)
+    weights = weight_placement(config, mesh, host_places(config.memory, launch.device).weights)
+    stages = build_stages(
+        config,
+        launch,
+        ModelPlan(modules=live.plan, partition=partition, shapes={}, trained={}),
+        choose_for_device(config, launch.device, live.config),
+        mesh,
+        decoder=live.config,
+        weights=weights,
+        objective=training.objective,
+        loss_scale=None,
+        base=None,
+        log=Log(rank=1),  # its kernels are those of the model
+    )
+    parts = [part for entry in stages.entries() for part in weights.parts(entry)]
+    with checked_together([opened.source.checks], mesh.world):
+        total = sum(part.tensor.nbytes for part in parts)
+        with Progress(log, "reading weights of a teacher", total, "bytes") as progress:
+            load_parameters(parts, live.tensors, progress=progress.advance)
+        fill_base(config, opened.source.model, live.tensors, stages.models(), weights, log)
+    return stages

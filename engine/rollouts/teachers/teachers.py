@@ -1,0 +1,106 @@
+"""The teachers of a run: checked before weights are read, built beside the model, asked for each generation batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.model_folder import ModelFolder
+from engine.config.distillation import BASE
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.distributed.collectives import broadcast_object
+from engine.errors import UserError
+from engine.rollouts.teachers.model import build_teacher, model_choice, open_teacher
+from engine.rollouts.token_logps import token_logps
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.build import Training
+from engine.training.rank_stages import Stages
+
+_QUIET = Log(rank=1)
+
+
+class Teachers:
+    """The teachers of a run, in the order of distillation.teachers. Collective: every rank makes the same calls.
+
+    Args:
+        config, launch, training: of the run, whose mesh they share.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, training: Training) -> None:
+        self._config, self._training = config, training
+        self._stages: list[Stages | None] = []
+        """None for the trained model without its adapters."""
+        log = Log(launch.rank)
+        for teacher in config.distillation.teachers:
+            if teacher == BASE:
+                self._stages.append(None)
+                continue
+            opened = open_teacher(config, Path(teacher), launch.world_size, log)
+            self._stages.append(build_teacher(opened, launch, training, log))
+
+    def logps(self, dataset: TokenDataset) -> NDArray[np.float32]:
+        """Returns float32 [K, T], the log-probability of each token of a data set under each teacher, at the rollouts'
+        temperature; 0 where it is no target."""
+        mesh, own = self._training.mesh, self._training.stages
+        return np.stack(
+            [
+                token_logps(self._config, mesh, own if stages is None else stages, dataset, adapters=stages is not None)
+                for stages in self._stages
+            ]
+        )
+
+
+def check_teachers(
+    config: RunConfig,
+    launch: Launch,
+    model: ModelFolder,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
+    """Checks that the teachers of a run can judge its tokens. Collective.
+
+    Args:
+        model, tokenizer: that are trained.
+        texts: of some prompts.
+        say: prints a line on rank 0.
+
+    Raises:
+        UserError: a teacher that cannot be opened, does not fit the layout, or has other tokens; on all ranks.
+    """
+    for name, teacher in zip(config.distillation.names, config.distillation.teachers, strict=True):
+        if teacher == BASE:
+            say("teacher base: the model without its adapters")
+            continue
+        opened = open_teacher(config, Path(teacher), launch.world_size, _QUIET)
+        found = opened.live.config
+        if found.vocab_size < model.decoder.vocab_size:
+            raise UserError(
+                f"distillation.teachers has {teacher}, whose vocabulary has {found.vocab_size} entries, and that of "
+                f"{config.model.path} has {model.decoder.vocab_size}: choose a teacher of the same family."
+            )
+        problem = _other_tokens(config, teacher, tokenizer, texts) if launch.rank == 0 else None
+        if (told := broadcast_object(problem)) is not None:
+            raise UserError(str(told))
+        say(f"teacher {name}: {found.family}, {found.num_layers} layers of {found.hidden}")
+
+
+def _other_tokens(config: RunConfig, teacher: str, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
+    """Returns a sentence where a teacher's tokenizer makes other tokens of some texts than the run's."""
+    choice = model_choice(config, Path(teacher))
+    folder = choice.path or Path(teacher)
+    if choice.path is None or not (folder / "tokenizer_config.json").exists():
+        return None  # it has the tokenizer of its base, or none of its own
+    own = load_tokenizer(folder)
+    if all(list(own.encode(text)) == list(tokenizer.encode(text)) for text in texts):
+        return None
+    return (
+        f"distillation.teachers has {teacher}, whose tokenizer makes other tokens of the prompts than the model's, so "
+        "that its probabilities are of other texts: choose a teacher of the same family."
+    )

@@ -1,0 +1,206 @@
+"""On-policy distillation: teachers' log-probabilities are those of transformers and PEFT, and the gradient is TRL's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.config.distillation import DistillationOptions
+from engine.config.objective import ObjectiveOptions
+from engine.config.rollout import RolloutOptions
+from engine.distributed.mesh import Axis
+from engine.errors import UserError
+from engine.planning.ledger import WEIGHTS
+from engine.planning.predict import predict_peak
+from engine.rollouts.batch_parts import Completions
+from engine.rollouts.objective.policy import PolicyGradient
+from engine.rollouts.source import RolloutSource
+from engine.rollouts.teachers.differences import divergences, token_advantages
+from engine.rollouts.teachers.model import build_teacher, open_teacher
+from engine.telemetry.log import Log
+from engine.training.generation import storage_bytes
+from tests.support.rollout_runs import final_state, prepared, records, run_here
+from tests.support.teachers import distilled_settings, stock_logps
+
+TEACHERS = ("other", "adapter", "base")
+
+
+def test_advantages_discount_what_follows() -> None:
+    teachers = np.array([[-1.0, -2.0, -0.5], [-1.5, -1.0, -1.0]], dtype=np.float32)
+    own = np.array([-1.25, float("nan"), -2.0], dtype=np.float32)
+    at_once = token_advantages(teachers, own, (1.0, 0.5), 0.0)
+    np.testing.assert_allclose(at_once, [0.25 - 0.125, 0.0, 1.5 + 0.5])
+    discounted = token_advantages(teachers, own, (1.0, 0.5), 0.5)
+    np.testing.assert_allclose(discounted, [0.125 + 0.25 * 2.0, 0.5 * 2.0, 2.0])
+    np.testing.assert_allclose(divergences([teachers], [own]), [(-0.25 - 1.5) / 3, (0.25 - 1.0) / 3])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_expected_gradient_is_that_of_trls_reverse_divergence(temperature: float) -> None:
+    """Every token of a vocabulary as a completion of one token, weighed by its probability: the sum that sampling
+    estimates. TRL computes the divergence from whole distributions."""
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    vocabulary = 23
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, vocabulary, generator=generator, dtype=torch.float64)
+    student.requires_grad_()
+    expected = gkd.GKDTrainer.generalized_jsd_loss(
+        student[None, None], teacher[None, None], beta=1.0, temperature=temperature, reduction="sum"
+    )
+    wanted = torch.autograd.grad(expected, student)[0]
+
+    logps = (student / temperature).log_softmax(0)
+    own = logps.detach().numpy().astype(np.float32)
+    of_teacher = (teacher / temperature).log_softmax(0).numpy().astype(np.float32)
+    added = token_advantages(of_teacher[None], own, (1.0,), 0.0) * np.exp(own)
+    objective = PolicyGradient(
+        ObjectiveOptions(name="grpo", report_entropy=False), RolloutOptions(), cp=Axis("cp"), dp=Axis("dp")
+    )
+    zeros = torch.zeros(1, vocabulary, dtype=torch.long)
+    batch = Batch(
+        tokens_BS=zeros, labels_BS=torch.arange(vocabulary)[None], positions_BS=zeros, token_index_BS=zeros,
+        loss_weights_BS=torch.ones(1, vocabulary), document_offsets=torch.tensor([0, vocabulary]),
+        document_lengths=(vocabulary,),
+    )  # fmt: skip
+    part = Completions(
+        ids_BS=torch.arange(vocabulary)[None], advantages=torch.zeros(vocabulary), lengths=torch.ones(vocabulary),
+        documents=tuple(range(vocabulary)), sampled_logps_BS=torch.from_numpy(own)[None],
+        token_advantages_BS=torch.from_numpy(added)[None],
+    )  # fmt: skip
+    sums = objective.sums(-logps, batch.with_parts(part), None)
+    found = torch.autograd.grad(sums.loss, student)[0]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run with three teachers whose factors B are drawn, and its first buffer."""
+    folder = tmp_path_factory.mktemp("teachers")
+    with ExitStack() as opened:
+        run = prepared(distilled_settings(folder, TEACHERS, rollout__temperature=0.7, lora__rank=3), opened)
+        generator = torch.Generator().manual_seed(3)
+        for shard in run.training.optimizer.flat.master_shards():
+            if shard.name.endswith("lora_B"):
+                shard.tensor.copy_(torch.randn(shard.tensor.shape, generator=generator) * 0.3)
+        run.training.optimizer.flat.publish()
+        (rows,) = run.source.stream(0, 0, 1)
+        yield folder, run, rows
+
+
+def test_teachers_are_as_transformers_and_peft_compute_them(filled: Any) -> None:
+    """Fails where an adapter is left out, a temperature is, or the trained model's factors reach a teacher."""
+    folder, run, rows = filled
+    assert isinstance(run.source, RolloutSource) and run.source.buffer is not None
+    buffer = run.source.buffer
+    prompts = [run.data.train.prompts.prompts[number].ids for number in buffer.prompts.tolist()]
+    documents = [
+        ([*ids, *one.tokens.tolist()], len(one.tokens)) for ids, one in zip(prompts, buffer.completions, strict=True)
+    ]
+    gaps = []
+    for number, teacher in enumerate(TEACHERS):
+        expected = stock_logps(folder, teacher, documents, 0.7)
+        for found, wanted in zip(buffer.teacher_logps, expected, strict=True):
+            np.testing.assert_allclose(found[number], wanted.numpy(), atol=3e-6)
+        own = np.concatenate([one.logps for one in buffer.completions])
+        gaps.append(float((own - torch.cat(expected).numpy()).mean()))
+        assert rows.figures[f"teachers/{teacher}/kl"] == pytest.approx(gaps[-1], abs=1e-5)
+    assert min(abs(one - other) for one, other in pairwise(sorted(gaps))) > 0.01  # three different teachers
+    assert rows.has_signal and "reward" not in rows.figures
+
+
+def test_the_model_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
+    run_here(distilled_settings(tmp_path, ("adapter",), train__steps=25, lora__rank=8, optim__lr=0.02))
+    found = [record["teachers/adapter/kl"] for record in records(tmp_path / "run")]
+    assert np.mean(found[-3:]) < 0.35 * np.mean(found[:3]) and found[0] > 0.05
+
+
+def test_rewards_and_teachers_add_up(tmp_path: Path) -> None:
+    settings = distilled_settings(tmp_path, ("adapter",), train__steps=1, rollout__rewards="regex:1")
+    settings |= {"rollout.num_generations": 4, "distillation.weights": "[0.5]"}
+    with ExitStack() as opened:
+        run = prepared(settings, opened)
+        (rows,) = run.source.stream(0, 0, 1)
+        assert isinstance(run.source, RolloutSource) and run.source.buffer is not None
+        buffer = run.source.buffer
+        for batch in rows.batches:
+            part = batch.part(Completions)
+            for number, document in enumerate(part.documents):
+                gap = 0.5 * (buffer.teacher_logps[document][0] - buffer.own_logps[document])
+                here = (part.ids_BS == number) & (batch.loss_weights_BS > 0)
+                np.testing.assert_allclose(part.token_advantages_BS[here].numpy(), gap, atol=1e-6)
+                assert part.advantages[number] == buffer.advantages[document]
+
+
+def test_a_run_continues_inside_a_buffer(tmp_path: Path) -> None:
+    """Bit for bit, and not with other teachers."""
+    changes = {"train__steps": 3, "rollout__steps_per_generation": 3, "checkpoint__every": 1}
+    settings = distilled_settings(tmp_path, ("adapter", "base"), **changes)
+    run_here(settings)
+    whole = final_state(tmp_path / "run", 3)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
+    with pytest.raises(UserError, match="made with distillation.teachers .*adapter.*base.* is .*base.* now"):
+        run_here(settings | {"distillation.teachers": "[base]"})
+    run_here(settings)
+    again = final_state(tmp_path / "run", 3)
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items()) and whole.keys() == again.keys()
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"distillation.teachers": "[nowhere]"}, "distillation.teachers is nowhere, which is not a folder"),
+    ({"distillation.teachers": "[base,base]"}, "distillation.teachers has base twice"),
+    ({"distillation.teachers": "[]"}, "rollout.rewards is [], so that no completion is better than another"),
+    ({"distillation.weights": "[1,2]"}, "distillation.weights has 2 numbers and distillation.teachers 1 models"),
+    ({"distillation.weights": "[-1]"}, "distillation.weights has -1.0, but numbers above 0 are expected"),
+    ({"distillation.discount": 1.5}, "distillation.discount is 1.5, but a share from 0 to 1"),
+    ({"distillation.teachers": "[]", "distillation.discount": 0.5}, "so that there is nothing to discount"),
+    ({"objective.loss_type": "vespo"}, "objective.loss_type is vespo, which weighs whole completions"),
+    ({"rollout.rewards": "regex:1"}, "rollout.num_generations is 1, but rewards are compared"),
+    ({"rollout.overlong_buffer": 2}, "but the penalty is added to rewards"),
+    ({"lora.rank": 0, "trainable": "[lm_head]"}, "distillation.teachers has base, the model without its adapters"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG)
+def test_wrong_options_are_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    settings = distilled_settings(tmp_path, ("base",)) | changes
+    with pytest.raises(UserError, match=re.escape(words)), ExitStack() as opened:
+        prepared(settings, opened)
+
+
+def test_a_run_that_samples_nothing_has_no_teachers(tmp_path: Path) -> None:
+    settings = distilled_settings(tmp_path, ("base",)) | {"objective.name": "language_modeling"}
+    kept = {name: value for name, value in settings.items() if not name.startswith("rollout.")}
+    with pytest.raises(UserError, match="distillation.teachers is set and objective.name is"), ExitStack() as opened:
+        prepared(kept, opened)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    settings = distilled_settings(tmp_path, ("other",), vocab_size=15)
+    with pytest.raises(UserError, match="other, whose vocabulary has 15 entries, and"), ExitStack() as opened:
+        prepared(settings, opened)
+
+
+def test_the_planner_counts_the_weights_of_teachers(filled: Any) -> None:
+    """To the byte, what is allocated; and nothing for the base."""
+    _, run, _ = filled
+    launch, decoder, plan = run.launch, run.training.source.model.decoder, run.training.plan.modules
+    with_teachers = predict_peak(run.config, decoder, plan, device_type="cpu").static[WEIGHTS]
+    alone = replace(run.config, distillation=DistillationOptions(teachers=("base",)))
+    without = predict_peak(alone, decoder, plan, device_type="cpu").static[WEIGHTS]
+    held = 0
+    for teacher in run.config.distillation.teachers[:2]:
+        opened = open_teacher(run.config, Path(teacher), 1, Log(1))
+        stages = build_teacher(opened, launch, run.training, Log(1))
+        held += sum(map(storage_bytes, stages.models()))
+    assert with_teachers - without == held > 0

@@ -1,4 +1,4 @@
-"""Writes the file by which a scheduler runs a training: Slurm, Kubernetes, SkyPilot or Ray.
+"""Writes the job file with which a scheduler runs a training: Slurm, Kubernetes, SkyPilot or Ray.
 
 rankfold launch slurm --config run.yaml --nodes 2 --gpus-per-node 8 --parallel.tensor 8
 rankfold launch jobset --config run.yaml --nodes 2 --plan --image IMAGE --mount pvc:data=/data --run-dir /data/run

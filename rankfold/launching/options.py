@@ -69,17 +69,17 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--cpus", type=int, metavar="N", help="CPU cores of each (default: the scheduler's)")
     group.add_argument("--memory", type=read_gib, metavar="GIB", help="memory of each, as 512 or 512GiB")
-    group.add_argument("--port", type=int, default=PORT, help=f"of the rendezvous, on the first node (default {PORT})")
+    group.add_argument(
+        "--port", type=int, default=PORT, help=f"port of the rendezvous on the first node (default {PORT})"
+    )
 
 
 def _add_life(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--name", help="of the job (default: the run file's)")
-    group.add_argument("--time", type=values.seconds, metavar="TIME", help="limit, as 12h, 90m or 24:00:00")
+    group.add_argument("--name", help="name of the job (default: the run file's)")
+    group.add_argument("--time", type=values.seconds, metavar="TIME", help="time limit, as 12h, 90m or 24:00:00")
+    group.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts after a failure (default 3)")
     group.add_argument(
-        "--max-restarts", type=int, default=3, metavar="N", help="times that what failed starts again (default 3)"
-    )
-    group.add_argument(
-        "--grace", type=int, default=300, metavar="SECONDS", help="time of the save after a signal (default 300)"
+        "--grace", type=int, default=300, metavar="SECONDS", help="time for the save after a signal (default 300)"
     )
     group.add_argument(
         "--run-dir", type=path_text, metavar="DIR", help="the run's folder, on storage that all nodes share"
@@ -96,26 +96,35 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
         help="storage at PATH: pvc:CLAIM or host:/FOLDER on Kubernetes; volume:NAME, s3://BUCKET, gs://... on SkyPilot",
     )
     group.add_argument("--shm", type=read_gib, default=16.0, metavar="GIB", help="shared memory (default 16)")
-    group.add_argument("--workdir", type=path_text, metavar="DIR", help="where relative paths of the run file begin")
-    group.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the ranks")
+    group.add_argument(
+        "--workdir", type=path_text, metavar="DIR", help="folder where relative paths of the run file start"
+    )
+    group.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the ranks"
+    )
     group.add_argument(
         "--secret",
         action="append",
         default=[],
         metavar="NAME[=SECRET[/KEY]]",
-        help="variable of the ranks whose value the scheduler has: a Kubernetes secret and its key (default: the "
+        help="environment variable whose value the scheduler supplies: a Kubernetes secret and its key (default: the "
         "variable's name); elsewhere the submitting environment's variable. No value is read or written",
     )
 
 
 def _add_own(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--namespace", help="Kubernetes: of the objects")
-    group.add_argument("--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="Kubernetes")
+    group.add_argument("--namespace", help="Kubernetes: namespace of the objects")
     group.add_argument(
-        "--toleration", action="append", default=[], metavar="KEY[=VALUE][:EFFECT]", help="Kubernetes: of taints"
+        "--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="Kubernetes: label of the nodes"
     )
     group.add_argument(
-        "--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="Kubernetes (default nvidia.com/gpu)"
+        "--toleration", action="append", default=[], metavar="KEY[=VALUE][:EFFECT]", help="Kubernetes: tolerated taint"
+    )
+    group.add_argument(
+        "--gpu-resource",
+        default="nvidia.com/gpu",
+        metavar="NAME",
+        help="Kubernetes: resource of the GPUs (default nvidia.com/gpu)",
     )
     group.add_argument(
         "--slurm", action="append", default=[], metavar="OPTION[=VALUE]", help="Slurm: a further #SBATCH line"

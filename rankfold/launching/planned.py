@@ -33,7 +33,7 @@ def planned_words(config: RunConfig, job: Job, gpu_memory: float) -> tuple[list[
     path = with_snapshots(config, model_need="config").model.path
     if not Path(path).exists():
         raise UserError(
-            f"model.path is {path}, which is not on this machine, but --plan reads its config.json{_advice(path)}."
+            f"--plan reads the config.json of model.path, {path}, which is not on this machine{_advice(path)}."
         )
     hf_config, folder = read_config(path)
     answer = answer_for(

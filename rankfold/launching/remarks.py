@@ -36,6 +36,7 @@ def remarks(target: str, job: Job, config: RunConfig) -> list[str]:
     containers = target not in ("slurm", "ray")
     found += _about_the_hub(job, config, containers)
     if containers:
+        found += _about_trackers(job, config)
         found += _about_storage(target, job, config)
     return found
 
@@ -54,6 +55,14 @@ def _about_the_hub(job: Job, config: RunConfig, containers: bool) -> Iterator[st
             f"{names}: the cache of the Hugging Face hub is lost with each container: add --env HF_HOME=FOLDER on "
             "storage of --mount"
         )
+
+
+def _about_trackers(job: Job, config: RunConfig) -> Iterator[str]:
+    given = {*job.environment, *job.secrets}
+    if config.log.wandb_project is not None and not given & {"WANDB_API_KEY", "WANDB_MODE"}:
+        yield "log.wandb_project is set, but a container has no key of its own: add --secret WANDB_API_KEY"
+    if config.log.mlflow_experiment is not None and "MLFLOW_TRACKING_URI" not in given:
+        yield "log.mlflow_experiment is set: add --env MLFLOW_TRACKING_URI=ADDRESS, or its files stay in the container"
 
 
 def _about_storage(target: str, job: Job, config: RunConfig) -> Iterator[str]:

@@ -40,7 +40,7 @@ TOKEN = "hf_" + "aB3" * 10
         ("slurm --ranks-per-node 16 --gpus-per-node 8", "each rank needs a GPU of its own"),
         ("slurm --checkpoint.resume none", "checkpoint.resume is none"),
         ("slurm --plan --parallel.tensor 8", "--plan chooses what --parallel.tensor sets"),
-        ("slurm --plan", "model.path is /data/model, which is not on this machine, but --plan reads"),
+        ("slurm --plan", "--plan reads the config.json of model.path, /data/model, which is not on this machine: run"),
         ("slurm --secret HF_TOKEN=hub/token", "names a secret of Kubernetes, but slurm takes the variable"),
         ("slurm --data.train " + TOKEN, "an option holds what looks like a token"),
         ("jobset --env HF_TOKEN=" + TOKEN, "--env HF_TOKEN would write its value into the file"),
@@ -185,6 +185,11 @@ def test_remarks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away = said(capsys, "jobset", *mounts, *hub, "--download")
     assert "nodes look only" not in away and "add --env HF_HOME=FOLDER" in away and "relative" not in away
     assert said(capsys, "jobset", *mounts, *hub, "--download", "--env", "HF_HOME=/data/hub") == ""
+    trackers = ("--log.wandb_project", "p", "--log.mlflow_experiment", "e")
+    tracked = said(capsys, "jobset", *mounts, *trackers)
+    assert "add --secret WANDB_API_KEY" in tracked and "add --env MLFLOW_TRACKING_URI" in tracked
+    given = ("--secret", "WANDB_API_KEY", "--env", "MLFLOW_TRACKING_URI=http://tracker")
+    assert said(capsys, "jobset", *mounts, *trackers, *given) == said(capsys, "slurm", *trackers) == ""
     assert "checkpoint.every is not set" in said(capsys, "slurm", "--checkpoint.every", "0")
     assert "checkpoint.resume is /x: each start" in said(capsys, "slurm", "--checkpoint.resume", "/x")
     assert "is on no storage of --mount" in said(capsys, "jobset", "--mount", "pvc:data=/dat")
@@ -205,6 +210,23 @@ def test_the_planners_lists(folder: Path) -> None:
     assert [_text(one) for one in ((3, 5), None, True, "1f1b", 4)] == ["[3, 5]", "null", "true", "1f1b", "4"]
     words = ["slurm", "--config", "run.yaml", "--parallel.layers_per_stage", _text((3, 5)), "--parallel.pipeline", "2"]
     assert read_request(words).config.parallel.layers_per_stage == (3, 5)
+
+
+def test_the_planners_question(folder: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for the job's machines: so many GPUs in each, and their memory; a model on the hub by its name."""
+    asked = {}
+
+    def answer_for(hf_config: Any, config: Any, **question: Any) -> Any:
+        asked.update(question)
+        return SimpleNamespace(found=SimpleNamespace(fitting=[]))
+
+    monkeypatch.setattr("rankfold.launching.planned.answer_for", answer_for)
+    words = ["--config", "run.yaml", "--nodes", "4", "--gpus-per-node", "4", "--memory", "100", "--plan"]
+    with pytest.raises(UserError, match="no layout of 16 GPUs with 40 GiB holds this run"):
+        launch(["skypilot", *words, "--accelerator", "A100-40GB", "--setup", "x", "--model.path", str(stories_dir)])
+    assert (asked["devices"], asked["node_size"], asked["host_memory"], asked["gpu_memory"]) == (16, 4, 100, 40)
+    with pytest.raises(UserError, match="looks like a model on the Hugging Face hub.*add --download"):
+        launch(["slurm", *words, "--model.path", "org/model"])
 
 
 def test_downloads_are_asked_of_the_nodes(folder: Path) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from engine.config.command_line import CommandLine
 from engine.errors import UserError
+from engine.files import platforms
 from engine.telemetry.interrupts import EXIT_INTERRUPTED
 from rankfold.quickstarting.plan import ENGINE, Plan
 from rankfold.quickstarting.steps import Runner, StepFailed, fingerprint
@@ -108,8 +109,9 @@ def _check_packages(options: argparse.Namespace) -> None:
     """Refuses what the last step would lack before the first one starts.
 
     Raises:
-        UserError: PEFT, or Python's own documentation, is not installed.
+        UserError: PEFT, or Python's own documentation, is not installed, or this is Windows.
     """
+    platforms.require_posix("the quickstart, which trains on two ranks,")
     if find_spec("peft") is None:
         raise UserError(
             "the quickstart opens the adapter with PEFT, which is not installed: run `pip install peft`, or install "

@@ -29,6 +29,7 @@ from engine.config.rules import check_expert_layout, check_layout
 from engine.config.run import RunConfig
 from engine.config.units import read_gib, read_length
 from engine.errors import UserError
+from engine.files import platforms
 
 _KEYS, _WATCH_KEY = "RANKFOLD_SERVE_KEYS", "RANKFOLD_SERVE_WATCH_KEY"
 STANDS_FOR = {
@@ -138,6 +139,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
 
 def main() -> None:
     arguments = build_parser().parse_args()
+    platforms.require_posix("rankfold serve")
     with named_as(STANDS_FOR):
         _serve(arguments)
 

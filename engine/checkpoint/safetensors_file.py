@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.durable import open_new
 from engine.files.refusals import writing
 from engine.kernels.checksum import Checksum, checksum_of
@@ -179,7 +180,7 @@ class SafetensorsWriter:
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Writes all of `data`, in as many system calls as that takes."""
     while data:
-        count = os.pwrite(descriptor, data, offset)
+        count = platforms.write_at(descriptor, data, offset)
         data, offset = data[count:], offset + count
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from engine.files import platforms
+
 _MANIFEST = "manifest.json"
 """The file that marks a partitioned model; engine.checkpoint.manifest needs torch."""
 _STEP_BYTES = 8 << 20
@@ -39,7 +41,7 @@ def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
         together: partitions of one model, of which a part of each is needed at a time; else one file after another.
     """
     with ExitStack() as stack:
-        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        descriptors = [os.open(path, os.O_RDONLY | platforms.CLOEXEC) for path in paths]
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
         steps = [
@@ -51,7 +53,7 @@ def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
         for place, offset, length in sorted(steps, key=lambda step: (step[1], step[0])) if together else steps:
             if asked + length > most:
                 break
-            os.posix_fadvise(descriptors[place], offset, length, os.POSIX_FADV_WILLNEED)
+            platforms.read_soon(descriptors[place], offset, length)
             asked += length
         return asked
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from multiprocessing import active_children, forkserver, get_context, resource_tracker
+from multiprocessing import active_children, get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,7 @@ from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.tokenizer_calls import Runaway
 from engine.data.work_units import Unit, plan_units, unit_samples
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.durable import delete_folder, open_new, write_durably
 from engine.files.refusals import Unfinished, reading, writing
 from engine.files.staging import staged_folder
@@ -209,12 +211,7 @@ def _run(
         for number, unit in waiting:
             yield number, _do_unit(request, tokenizer, unit, parts, number, dtype)
         return
-    # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["engine.data.build_store"])
-    resource_tracker.ensure_running()  # which lets signals through again as it starts
-    with interrupts_held_back():  # workers are started so too: this process alone answers Ctrl-C
-        forkserver.ensure_running()
+    context = _start_of_workers()
     workers = min(request.workers, len(waiting))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(request,)) as pool:
         running: dict[Future[_Done], int] = {}
@@ -242,6 +239,20 @@ def _run(
         finally:
             for future in running:
                 future.cancel()
+
+
+def _start_of_workers() -> BaseContext:
+    if platforms.IS_WINDOWS:
+        return get_context("spawn")
+    from multiprocessing import forkserver, resource_tracker
+
+    # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["engine.data.build_store"])
+    resource_tracker.ensure_running()  # which lets signals through again as it starts
+    with interrupts_held_back():  # workers are started so too: this process alone answers Ctrl-C
+        forkserver.ensure_running()
+    return context
 
 
 _worker: tuple[Request, Tokenizer] | None = None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.refusals import reading, shown
 from engine.files.strict_json import JsonFlaw, parse_json
 
@@ -29,7 +30,7 @@ def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterat
         UserError: it is no file, or cannot be read.
     """
     with reading(path, advice):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | platforms.NONBLOCK | platforms.CLOEXEC)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise UserError(f"{shown(path)} is not a file: {advice or 'check the path'}.")

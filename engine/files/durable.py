@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
+from engine.files import platforms
 from engine.files.refusals import reading, writing
 
 
@@ -24,7 +25,7 @@ def open_new(path: Path) -> int:
     """
     _refuse_device(path)
     path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | platforms.NOFOLLOW | platforms.CLOEXEC, 0o666)
 
 
 def _refuse_device(path: Path) -> None:
@@ -51,7 +52,7 @@ def open_append(path: Path) -> IO[str]:
         own = path.with_name(path.name + ".tmp")
         copy_file(path, own)
         os.replace(own, path)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | platforms.NOFOLLOW | platforms.NONBLOCK | platforms.CLOEXEC
     file = open(os.open(path, flags, 0o666), "a", encoding="utf-8")  # noqa: SIM115 - the caller's
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -122,11 +123,7 @@ def sync_folder(folder: Path) -> None:
         FileError: the disk does not take them.
     """
     with writing(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        platforms.sync_folder(folder)
 
 
 def delete_folder(folder: Path) -> None:
@@ -160,7 +157,7 @@ def copy_file(source: Path, target: Path) -> None:
         FileError: one of them cannot be read or written.
     """
     with reading(source):
-        descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(source, os.O_RDONLY | platforms.NONBLOCK | platforms.CLOEXEC)
     with open(descriptor, "rb") as original:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             with reading(source):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -100,14 +99,3 @@ def this_machine() -> str:
     except OSError:
         parts.append("unknown")
     return " ".join(parts)
-
-
-def take_system_lock(descriptor: int) -> bool | None:
-    """Takes the system's lock (flock) on an open file or folder and returns whether it was free; None without locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

@@ -27,8 +27,9 @@ from functools import cache
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.durable import delete_folder, has_other_names, sync_folder, write_durably
-from engine.files.holder import MAX_BYTES, Holder, take_system_lock
+from engine.files.holder import MAX_BYTES, Holder
 from engine.files.refusals import Unfinished, reading, shown, writing
 
 _PLAN, _HOLDER = ".plan", ".holder"
@@ -106,12 +107,12 @@ def _tidy(out: Path) -> None:
     with writing(out):
         delete_folder(_replaced_folder(out))
         if _is_own_folder(staging) and not (staging / _PLAN).exists():
-            descriptor = _open_folder(staging)
+            descriptor = platforms.open_folder(staging)
             try:
-                if take_system_lock(descriptor) is True:
+                if platforms.lock(descriptor) is True:
                     delete_folder(staging)
             finally:
-                os.close(descriptor)
+                platforms.close_folder(descriptor)
 
 
 def _restore(out: Path) -> None:
@@ -134,7 +135,7 @@ def _held(out: Path) -> Iterator[Path]:
         write_durably(staging / _HOLDER, Holder.of_this_process().to_bytes())
         yield staging
     finally:
-        os.close(descriptor)
+        platforms.close_folder(descriptor)
 
 
 def _make_and_lock(out: Path, staging: Path) -> int:
@@ -149,18 +150,18 @@ def _make_and_lock(out: Path, staging: Path) -> int:
                     "give another --out."
                 ) from None
         try:
-            descriptor = _open_folder(staging)
+            descriptor = platforms.open_folder(staging)
         except FileNotFoundError:
             continue  # another command has just finished
-        taken = take_system_lock(descriptor)
+        taken = platforms.lock(descriptor)
         if not _has_name(descriptor, staging):
-            os.close(descriptor)
+            platforms.close_folder(descriptor)
             continue
         holder = _holder_in(staging)
         # Without locks on this disk, other processes of this machine at least are detected.
         alive = holder is not None and holder.pid != os.getpid() and holder.is_local() and holder.is_alive()
         if taken is False or (taken is None and alive):
-            os.close(descriptor)
+            platforms.close_folder(descriptor)
             who = "another process" if holder is None else holder.describe()
             raise UserError(
                 f"--out {shown(out)} is being written by {who}: wait until that has ended, or give another folder."
@@ -170,7 +171,9 @@ def _make_and_lock(out: Path, staging: Path) -> int:
 
 def _holder_in(staging: Path) -> Holder | None:
     try:
-        descriptor = os.open(staging / _HOLDER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(
+            staging / _HOLDER, os.O_RDONLY | platforms.NOFOLLOW | platforms.NONBLOCK | platforms.CLOEXEC
+        )
     except OSError:
         return None
     with open(descriptor, "rb") as file:
@@ -196,7 +199,7 @@ def _adopt(staging: Path, plan: str | None) -> None:
 
 def _check_room(out: Path, staging: Path, num_bytes: int) -> None:
     with writing(staging):
-        taken = sum(os.lstat(path).st_blocks * 512 for path in staging.iterdir())
+        taken = sum(platforms.allocated_bytes(os.lstat(path)) for path in staging.iterdir())
         free = shutil.disk_usage(staging).free
     if free + taken < num_bytes:
         raise UserError(
@@ -214,14 +217,14 @@ def move_into_place(staging: Path, out: Path) -> None:
     replaced = _replaced_folder(out)
     with writing(out):
         if not out.is_dir() or not any(out.iterdir()):
-            os.rename(staging, out)
+            platforms.rename_over_empty(staging, out)
             sync_folder(out.parent)
             return
         delete_folder(replaced)
         # locked, so that no other command takes it for its own sibling before it has its new name
-        descriptor = _open_folder(out)
+        descriptor = platforms.open_folder(out)
         try:
-            take_system_lock(descriptor)
+            platforms.lock(descriptor)
             if _exchange(staging, out):
                 os.rename(staging, replaced)
             else:
@@ -229,7 +232,7 @@ def move_into_place(staging: Path, out: Path) -> None:
                 os.rename(staging, out)  # a kill in between is undone by `_restore`
             sync_folder(out.parent)
         finally:
-            os.close(descriptor)
+            platforms.close_folder(descriptor)
     with writing(replaced, f"{shown(out)} is made, remove the other by hand"):
         delete_folder(replaced)
 
@@ -249,14 +252,12 @@ def _exchange(left: Path, right: Path) -> bool:
 
 @cache
 def _renameat2() -> Callable[..., int] | None:
+    if not platforms.IS_LINUX:
+        return None
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     return function
-
-
-def _open_folder(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _has_name(descriptor: int, folder: Path) -> bool:
@@ -264,7 +265,7 @@ def _has_name(descriptor: int, folder: Path) -> bool:
         found = os.lstat(folder)
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(descriptor), found)
+    return descriptor == platforms.NO_FOLDER or os.path.samestat(os.fstat(descriptor), found)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -273,7 +274,7 @@ def _is_own_folder(path: Path) -> bool:
         found = os.lstat(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == platforms.user_id()
 
 
 def _is_regular(path: Path) -> bool:

@@ -10,7 +10,6 @@ Neither a suspended machine nor a stopped process group uses up that time (`engi
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from engine.files import platforms
 from engine.files.strict_json import JsonFlaw
+from engine.foreign.connected import connection_of_parent, start_connected
 from engine.foreign.deadline import Deadline
 from engine.foreign.frames import HEADER_BYTES, receive_bytes, send_bytes
 from engine.foreign.signals import signal_name
@@ -50,22 +51,14 @@ class LimitedProcess:
     """A process that serves requests. It ends with this object, or with this process.
 
     Args:
-        module: its `main` serves the requests that come on standard input, a socket; see `Messages`.
+        module: its `main` serves the requests that come from `Messages.of_standard_input`.
         environment: variables of the process.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        own, other = socket.socketpair()
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(_ROOT), module],
-                stdin=other.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                start_new_session=True,  # what stops a run from the terminal is for the run, which then ends this
-                env=dict(environment),
-            )
+        command = [sys.executable, "-c", _PROGRAM, str(_ROOT), module]
+        self._process, own = start_connected(command, self._errors, environment)
         self._messages = Messages(own)
         self._finalizer = weakref.finalize(self, _end, self._process, own)
         self._finalizer.atexit = False  # the process reads that its socket is closed
@@ -106,7 +99,7 @@ class LimitedProcess:
         self._errors.seek(max(0, size - _SHOWN_ERRORS))
         said = self._errors.read().decode(errors="replace")
         self.close()
-        if status == -signal.SIGPROF:
+        if platforms.is_killed_by(status, "SIGPROF"):
             return OutOfTime()
         if status is not None and status < 0:
             return Crashed(signal_name(-status))
@@ -139,7 +132,7 @@ class Messages:
     @classmethod
     def of_standard_input(cls) -> Messages:
         """Returns the messages of a process that a `LimitedProcess` started."""
-        return cls(socket.socket(fileno=os.dup(0)))
+        return cls(connection_of_parent())
 
     def send(self, kind: bytes, data: bytes = b"", seconds: float | None = None) -> None:
         """Sends a message.

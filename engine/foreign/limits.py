@@ -7,11 +7,12 @@ little above what it has already, makes its next allocation fail. Both cost some
 from __future__ import annotations
 
 import os
-import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from engine.files import platforms
 
 _STATM = Path("/proc/self/statm")
 _BYTES_OF_A_THREAD = 128 << 20
@@ -21,11 +22,13 @@ _BYTES_OF_A_THREAD = 128 << 20
 def start_limits() -> None:
     """Prepares this process: its timer ends it at once, without a core file, and it takes no part in signals that
     stop a run."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    for number in platforms.signals("SIGPROF"):
+        signal.signal(number, signal.SIG_DFL)
+    for number in platforms.signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    platforms.write_no_core_file()
 
 
 @contextmanager
@@ -41,6 +44,9 @@ def limited(seconds: float, extra_bytes: int, *, threads: bool = False) -> Itera
     Raises:
         MemoryError: by Python's own allocations; a library's may end the process.
     """
+    if not hasattr(signal, "setitimer"):  # Windows, where the process that waits for this one ends it
+        yield
+        return
     outer = signal.setitimer(signal.ITIMER_PROF, seconds)[0]
     try:
         with _limited_memory(extra_bytes + (_BYTES_OF_A_THREAD * (os.cpu_count() or 1) if threads else 0)):
@@ -56,6 +62,7 @@ def _limited_memory(extra_bytes: int) -> Iterator[None]:
     except (OSError, ValueError):
         yield
         return
+    resource = platforms.resource
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     ceiling = pages * resource.getpagesize() + extra_bytes
     if hard != resource.RLIM_INFINITY:

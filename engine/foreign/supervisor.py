@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from engine.files import platforms
+
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_SECONDS = 0.5
 """Seconds after which it looks again whether the process that started it is there."""
 ENDING_SECONDS = 5.0
 """Seconds for which it kills what is left, which may start others meanwhile."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPING = platforms.signals("SIGINT", "SIGTERM", "SIGUSR1")
 """Signals that a scheduler may send to all processes of a run: they end no supervisor, but what started it."""
 
 
@@ -70,7 +70,7 @@ def supervise(child: Callable[[], None], *, descriptors: Sequence[int], lifeline
 
 
 def _adopt_orphans() -> None:
-    if sys.platform.startswith("linux"):
+    if platforms.IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -125,7 +125,7 @@ def _processes() -> Iterator[tuple[int, int]]:
 def _end_as(status: int | None) -> NoReturn:
     """Ends this process with the status of a child; killed by the same signal, where one killed that."""
     if status is not None and os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        platforms.write_no_core_file()
         with suppress(OSError):  # those that cannot be handled
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))

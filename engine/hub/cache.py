@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.config.hub import HubName
+from engine.files import platforms
 from engine.files.durable import write_durably
-from engine.files.holder import take_system_lock
 from engine.files.refusals import writing
 from engine.hub.client import RepoKind
 from engine.hub.listing import RemoteFile
@@ -110,7 +110,7 @@ class CachedRepo:
             file = path.open("ab")
         with file:
             waits = False
-            while take_system_lock(file.fileno()) is False:
+            while platforms.lock(file.fileno()) is False:
                 if not waits:
                     log.info(f"waiting for the process that downloads {self.repo}")
                 waits = True

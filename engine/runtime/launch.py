@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import stat
-import sys
 import tempfile
 import zlib
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from engine.config.rollout import KEY_VARIABLE
 from engine.distributed.failures import communicating
+from engine.files import platforms
 from engine.runtime.network import interface_towards, name_is_usable
 from engine.runtime.secrets import take_secret
 from engine.telemetry.ending import end_with_parent, joins_others
@@ -130,8 +129,8 @@ def open_file_warning(world_size: int) -> str | None:
     """Says that this machine's limit of open files is too low for the store's connections: two of each rank, to the
     process that holds it, which is torchrun or rank 0 and has the same limit; None where it is not.
     """
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 2 * world_size + _OTHER_FILES
-    if world_size == 1 or limit == resource.RLIM_INFINITY or limit >= needed:
+    limit, needed = platforms.most_open_files(), 2 * world_size + _OTHER_FILES
+    if world_size == 1 or limit is None or limit >= needed:
         return None
     return (
         f"warning: a process may open {limit} files on this machine, and {world_size} ranks need about {needed} in the "
@@ -149,13 +148,13 @@ def keep_kernels_on_this_node() -> None:
     launcher = Launcher.from_environment()
     if launcher is None or launcher.nodes == 1 or "TRITON_CACHE_DIR" in os.environ:
         return
-    folder = Path(tempfile.gettempdir()) / f"rankfold-triton-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"rankfold-triton-{platforms.user_id()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:
         return
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == platforms.user_id() and not found.st_mode & 0o077:
         os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
@@ -180,7 +179,7 @@ def keep_freed_memory() -> None:
     touching the new pages costs more than a norm does (about 40,000 page faults a step at hidden 512, 1,024 tokens).
     Does nothing where the allocator is not glibc's.
     """
-    if not sys.platform.startswith("linux"):
+    if not platforms.IS_LINUX:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -224,6 +223,7 @@ def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Lau
         keep_freed_memory()
     rank, meeting = rank_from_environment(), ""
     if world_size > 1:
+        platforms.require_posix(f"a run on {world_size} ranks")
         joins_others()
         if device.type == "cpu":
             choose_interface(world_size)

@@ -6,11 +6,11 @@ the loopback's, so each machine would look for the others on itself. NCCL does n
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
 import struct
-import sys
+
+from engine.files import platforms
 
 _SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface."""
@@ -30,7 +30,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
     Nothing is sent. Knows IPv4 on Linux.
     """
-    if not sys.platform.startswith("linux"):
+    if not platforms.IS_LINUX:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -45,7 +45,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 def _address(probe: socket.socket, interface: str) -> str | None:
     try:
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        answer = platforms.fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
     except OSError:  # it has none
         return None
     return socket.inet_ntoa(answer[20:24])

@@ -32,13 +32,14 @@ from types import FrameType
 import torch.distributed as dist
 
 from engine.distributed.failures import CommunicationError
+from engine.files import platforms
 from engine.runtime.hang_report import some_ranks
 from engine.runtime.watchdog import seconds_between_looks
 from engine.telemetry.ending import end_at_once
 from engine.telemetry.errors import EXIT_LOST_RANK
 from engine.telemetry.interrupts import SAME_PRESS_SECONDS, is_ignored
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = platforms.signals("SIGTERM", "SIGUSR1", "SIGINT")
 CTRL_C = "Ctrl-C"
 """The reason of a stop that a user asked for, whichever rank heard of it."""
 BY_PROGRAM = "stop()"
@@ -91,7 +92,7 @@ class Preemption:
     def listen(self) -> None:
         """Has the signals stop the run from now on. In the main thread only."""
         reader, writer = os.pipe()
-        os.set_blocking(writer, False)
+        platforms.set_nonblocking(writer)
         self._pipe = reader, writer
         # The interpreter runs handlers in the main thread, which may be waiting in a library. The number is written to
         # the pipe at once, by whichever thread the system interrupts.

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from engine.config.run_files import LOCK
 from engine.errors import UserError
-from engine.files.holder import MAX_BYTES, Holder, take_system_lock
+from engine.files import platforms
+from engine.files.holder import MAX_BYTES, Holder
 
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 4 * TOUCH_SECONDS
@@ -93,7 +94,7 @@ class RunLock:
         return self._fill(file)
 
     def _fill(self, file: int) -> int:
-        take_system_lock(file)
+        platforms.lock(file)
         os.write(file, self._me.to_bytes())
         os.fsync(file)
         return file
@@ -102,7 +103,9 @@ class RunLock:
         """Returns the holder and the open file; None where it is gone or not whole."""
         self._require_file()
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us up
+            file = os.open(
+                self._path, os.O_RDWR | platforms.NOFOLLOW | platforms.NONBLOCK
+            )  # a pipe must not hold us up
         except FileNotFoundError:
             return None
         if (holder := Holder.from_bytes(os.read(file, MAX_BYTES))) is None:
@@ -135,7 +138,7 @@ class RunLock:
         self._path.unlink(missing_ok=True)
 
     def _refuse_if_alive(self, holder: Holder, file: int) -> None:
-        if take_system_lock(file) is False:
+        if platforms.lock(file) is False:
             now = self._read()  # it may be about to change hands
             self._refuse(holder if now is None else now[0])
         if holder.is_local():
@@ -168,7 +171,7 @@ class RunLock:
         """This process's name in the place of one that is gone; None where another was quicker."""
         own = self._path.with_name(f".{LOCK}.{self._me.token}")
         file = self._fill(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
-        os.replace(own, self._path)
+        file = platforms.replace_open(file, own, self._path)
         time.sleep(_SETTLE_SECONDS)
         if self.is_own():
             return file
@@ -200,7 +203,7 @@ class RunLock:
     def _touch(self) -> None:
         while not self._closed.wait(TOUCH_SECONDS):
             try:
-                os.utime(self._file)
+                os.utime(self._file if os.utime in os.supports_fd else self._path)
             except OSError:
                 continue  # a store that is away for a moment; `require_own` finds one that is gone for good
 
@@ -212,7 +215,7 @@ class RunLock:
         self._thread.join(_JOIN_SECONDS)  # it must not touch the file's number once that may be another's
         try:
             if self.is_own():
-                self._path.unlink(missing_ok=True)
+                self._file = platforms.unlink_open(self._file, self._path)
         except OSError as error:  # the run is over, and the next one finds that its holder has ended
             self._say(f"warning: {self._path} cannot be removed ({error.strerror})")
         os.close(self._file)

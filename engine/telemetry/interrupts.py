@@ -68,6 +68,9 @@ def leave_in_order(tell: Callable[[], None]) -> None:
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
     """Holds Ctrl-C back inside; processes that are started inside never get it, though their terminal sends it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield

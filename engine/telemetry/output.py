@@ -104,6 +104,8 @@ def give_up(stream: TextIO) -> None:
 
 def has_reader(stream: TextIO) -> bool:
     """Returns whether `stream` still has a reader; true where the system cannot tell."""
+    if not hasattr(select, "poll"):  # Windows
+        return True
     try:
         watch = select.poll()
         watch.register(stream.fileno(), 0)

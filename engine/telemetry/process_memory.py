@@ -6,9 +6,10 @@ On a GPU it is torch's count of allocated bytes on the current device; elsewhere
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from pathlib import Path
+
+from engine.files import platforms
 
 _STATM = Path("/proc/self/statm")
 
@@ -21,9 +22,7 @@ def peak_memory_bytes() -> int:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
+    return platforms.peak_resident_bytes()
 
 
 def resident_bytes() -> int:
@@ -31,11 +30,10 @@ def resident_bytes() -> int:
     try:
         pages = int(_STATM.read_text().split()[1])
     except (OSError, ValueError, IndexError):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return platforms.peak_resident_bytes()
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def total_memory_bytes() -> int:
     """Returns the bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return platforms.total_memory_bytes()

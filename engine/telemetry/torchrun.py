@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from engine.files import platforms
+
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _START = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables that distinguish one start of the ranks from another, should their folders not."""
@@ -55,7 +57,7 @@ def claim_once(what: str, environment: Mapping[str, str]) -> bool:
         os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         with suppress(OSError):
-            return claim.lstat().st_uid != os.getuid()
+            return claim.lstat().st_uid != platforms.user_id()
     except OSError:
         pass
     return True

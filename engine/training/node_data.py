@@ -21,8 +21,8 @@ from pathlib import Path
 
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.durable import delete_folder
-from engine.files.holder import take_system_lock
 from engine.runtime.launch import Launch, Launcher, local_rank, ranks_of_this_node
 from engine.telemetry.output import say
 
@@ -45,7 +45,7 @@ class NodeData:
         self._say, self._rank, self._size = say, rank, size
         self._prefix = None
         if key is not None and size > 1:
-            self._prefix = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}-{key}"
+            self._prefix = Path(tempfile.gettempdir()) / f"{_PREFIX}{platforms.user_id()}-{key}"
         self._count = 0
         self._held: list[int] = []
         """Folders that this process has locked; the system closes them."""
@@ -103,16 +103,16 @@ class NodeData:
 
     def _tidy(self) -> None:
         """Deletes folders of this user's runs whose first rank has ended."""
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getuid()}-*"):
+        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{platforms.user_id()}-*"):
             with suppress(OSError):  # it belongs to another user, or another rank deletes it too
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                descriptor = platforms.open_folder(folder)
                 try:
                     found = os.fstat(descriptor)
-                    is_own = found.st_uid == os.getuid() and not found.st_mode & 0o077
-                    if is_own and take_system_lock(descriptor):
+                    is_own = found.st_uid == platforms.user_id() and not found.st_mode & 0o077
+                    if is_own and platforms.lock(descriptor):
                         delete_folder(folder)
                 finally:
-                    os.close(descriptor)
+                    platforms.close_folder(descriptor)
 
     def _follow(self, folder: Path, build: Callable[[], TokenDataset]) -> TokenDataset:
         pause = _FIRST_LOOK
@@ -161,23 +161,23 @@ def _make_and_lock(folder: Path) -> int:
         OSError: the system does not allow it, or the name is taken.
     """
     while True:
-        unnamed = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=folder.parent))
+        unnamed = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{platforms.user_id()}-", dir=folder.parent))
         with suppress(FileNotFoundError):  # a run that starts now may have seen it unlocked, and deletes it
-            descriptor = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = platforms.open_folder(unnamed, flags=0)
             try:
-                if take_system_lock(descriptor) is not False:
+                if platforms.lock(descriptor) is not False:
                     unnamed.rename(folder)
                     return descriptor
             except OSError as error:
-                os.close(descriptor)
+                platforms.close_folder(descriptor)
                 if not isinstance(error, FileNotFoundError):
                     unnamed.rmdir()
                 raise
-            os.close(descriptor)
+            platforms.close_folder(descriptor)
 
 
 def _require_own(folder: Path) -> None:
     """Refuses a folder of another user: all users can write to temporary folders."""
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != platforms.user_id() or found.st_mode & 0o077:
         raise UserError(f"{folder} is not this run's own: delete it, or set TMPDIR to another folder.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.files import platforms
 from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.sections import ConvertOptions
 from rankfold.benchmarking.table import Table, progress
@@ -144,7 +144,7 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
 
 def _cpu_seconds() -> float:
     """Returns user and system time of the processes that were started here and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = platforms.resource.getrusage(platforms.resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 

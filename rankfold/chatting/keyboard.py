@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from engine.files import platforms
 from engine.telemetry.terminal import is_terminal
 
 _BLOCK = '"""'
@@ -33,7 +34,7 @@ class Keyboard:
 
     def __init__(self, commands: Sequence[str], history: Path | None) -> None:
         self._commands, self._history = commands, history
-        self.interactive = sys.stdin.isatty() and is_terminal(sys.stdout)
+        self.interactive = not platforms.IS_WINDOWS and sys.stdin.isatty() and is_terminal(sys.stdout)
         """Whether a person sees what is written."""
         self._typed = ""
         self._readline: Any = None

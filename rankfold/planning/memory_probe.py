@@ -6,7 +6,6 @@ The difference of the two is a layer's. It calibrates the prediction for one dev
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
 from engine.errors import UserError
+from engine.files import platforms
 from engine.models.families import family_of
 from engine.planning.machine import Machine
 from engine.planning.memory_plan import memory_plan_of
@@ -141,7 +141,7 @@ def _check_room(predicted: PeakEstimate, layers: int, device: torch.device) -> N
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
     else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        room = platforms.free_memory_bytes()
     if predicted.peak > room:
         raise UserError(
             f"--probe with {layers} layers needs {format_bytes(predicted.peak)}, but {format_bytes(room)} are free on "

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from engine.config.option_help import help_topic
-from rankfold.starting.options import take_start_options
+from engine.files import platforms
+from rankfold.starting.options import NPROC, take_start_options
 
 
 def start_where_asked(command: str, words: Sequence[str]) -> None:
@@ -23,6 +24,7 @@ def start_where_asked(command: str, words: Sequence[str]) -> None:
     options, others = take_start_options(command, words)
     if options is None or help_topic(others) is not None:
         return
+    platforms.require_posix(f"{NPROC} {options.nproc}")
     check = import_module(f"rankfold.{command}").check_ranks
     if options.nproc.isdecimal():
         check(others, int(options.nproc) * options.nnodes)

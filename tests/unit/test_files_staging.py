@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files import staging as staging_module
 from engine.files.holder import Holder
 from engine.files.refusals import FileError
@@ -144,7 +145,7 @@ def test_hard_links_in_a_folder_that_is_taken_over(tmp_path: Path) -> None:
 def test_one_process_at_a_time(has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     if not has_locks:
-        monkeypatch.setattr(staging_module, "take_system_lock", lambda descriptor: None)
+        monkeypatch.setattr(platforms, "lock", lambda descriptor: None)
     child = os.fork()
     if child == 0:
         with staged_folder(out, check=allow, plan="plan"):

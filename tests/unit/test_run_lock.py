@@ -18,6 +18,7 @@ import pytest
 
 from engine.config.run_files import LOCK
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.holder import Holder
 from engine.runtime import run_lock
 from engine.runtime.run_lock import RunLock
@@ -45,7 +46,7 @@ def _other_run(folder: Path) -> subprocess.Popen[str]:
 def test_another_process(has_flock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused while it lives, stopped or not, by the system's lock or by its process; taken over once it is killed."""
     if not has_flock:
-        monkeypatch.setattr(run_lock, "take_system_lock", lambda file: None)
+        monkeypatch.setattr(platforms, "lock", lambda file: None)
     other, said = _other_run(tmp_path), []
     os.kill(other.pid, signal.SIGSTOP)
     try:
@@ -175,7 +176,7 @@ def test_a_lock_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_process_number_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "take_system_lock", lambda file: None)
+    monkeypatch.setattr(platforms, "lock", lambda file: None)
     mine = Holder.of_this_process()
     holder = replace(mine, token="theirs", started=mine.started - 1)
     (tmp_path / LOCK).write_text(json.dumps({name: getattr(holder, name) for name in Holder.__dataclass_fields__}))

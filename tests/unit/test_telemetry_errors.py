@@ -175,8 +175,8 @@ def test_claims(tmp_path: Path) -> None:
 def test_nobody_else_can_silence_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = _ranks(tmp_path)
     assert claim_once("user", ranks[0]) and not claim_once("user", ranks[1])
-    somebody = os.getuid() + 1
-    monkeypatch.setattr("os.getuid", lambda: somebody)  # to whom the file does not belong
+    somebody = os.geteuid() + 1
+    monkeypatch.setattr("os.geteuid", lambda: somebody)  # to whom the file does not belong
     assert claim_once("user", ranks[2])
 
 

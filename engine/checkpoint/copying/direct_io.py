@@ -13,15 +13,15 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 import threading
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
 from engine.errors import UserError
+from engine.files import platforms
 from engine.telemetry.processors import available_processors
 
 BLOCK_BYTES = 4 << 20
@@ -32,8 +32,6 @@ ALIGNMENT = 4096
 
 _FEWEST_BYTES = 1 << 20
 """Below, a run is left to the page cache: a direct write waits for the disk."""
-
-_DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
 
 _MAX_THREADS = 8
 _SYNC_FILE_RANGE_WRITE = 2
@@ -80,12 +78,12 @@ class RangeReader:
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
         self._path, self._position, self._end = path, offset, offset + length
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(path, os.O_RDONLY | platforms.CLOEXEC)
         self._is_direct = False
         try:
             if os.fstat(self._descriptor).st_size < self._end:
                 raise UserError(f"{path} is shorter than its header says: copy it again.")
-            if _DIRECT and length >= _FEWEST_BYTES and not _is_cached(self._descriptor, self._end - 1):
+            if platforms.DIRECT and length >= _FEWEST_BYTES and not _is_cached(self._descriptor, self._end - 1):
                 direct = open_direct(path, os.O_RDONLY)
                 if direct is not None:
                     self._use(direct, is_direct=True)
@@ -111,13 +109,13 @@ class RangeReader:
 
     def _read_at(self, offset: int, memory: memoryview) -> int:
         try:
-            return os.preadv(self._descriptor, [memory], offset)
+            return platforms.read_at(self._descriptor, memory, offset)
         except OSError as error:
             if not self._is_direct or error.errno != errno.EINVAL:
                 raise
         # the file system allows direct opens, but not direct reads
-        self._use(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), is_direct=False)
-        return os.preadv(self._descriptor, [memory], offset)
+        self._use(os.open(self._path, os.O_RDONLY | platforms.CLOEXEC), is_direct=False)
+        return platforms.read_at(self._descriptor, memory, offset)
 
     def _use(self, descriptor: int, *, is_direct: bool) -> None:
         os.close(self._descriptor)
@@ -170,7 +168,7 @@ class RunWriter:
 
     def _write(self, descriptor: int, begin: int, end: int) -> None:
         while begin < end:
-            begin += os.pwrite(descriptor, self._memory[begin:end], self._first + begin)
+            begin += platforms.write_at(descriptor, self._memory[begin:end], self._first + begin)
 
     def _write_direct(self, descriptor: int, begin: int, end: int) -> None:
         try:
@@ -185,7 +183,7 @@ class RunWriter:
 @cache
 def _sync_file_range() -> ctypes._NamedFuncPointer | None:
     """Returns Linux's sync_file_range; None elsewhere."""
-    if not sys.platform.startswith("linux"):
+    if not platforms.IS_LINUX:
         return None
     function = ctypes.CDLL(None, use_errno=True).sync_file_range
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -206,31 +204,29 @@ def _start_writeback(descriptor: int, offset: int, length: int) -> None:
 
 def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
     """Asks the system to read bytes (offset, length) of a file into the page cache, and returns at once."""
-    _advise(path, ranges, "POSIX_FADV_WILLNEED")
+    _advise(path, [partial(platforms.read_soon, offset=offset, length=length) for offset, length in ranges])
 
 
 def forget(path: Path) -> None:
     """Asks the system, where it supports this, to drop a file from the page cache, so that reads go to the disk."""
-    _advise(path, [(0, 0)], "POSIX_FADV_DONTNEED")
+    _advise(path, [platforms.drop_cached])
 
 
-def _advise(path: Path, ranges: Iterable[tuple[int, int]], advice: str) -> None:
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _advise(path: Path, hints: Iterable[Callable[[int], None]]) -> None:
+    descriptor = os.open(path, os.O_RDONLY | platforms.CLOEXEC)
     try:
-        for offset, length in ranges:
-            os.posix_fadvise(descriptor, offset, length, getattr(os, advice))
+        for hint in hints:
+            hint(descriptor)
     finally:
         os.close(descriptor)
 
 
 def open_direct(path: Path, flags: int = os.O_WRONLY) -> int | None:
     """Returns a descriptor of an existing file past the page cache; None where that is not supported."""
-    if not _DIRECT:
+    if not platforms.DIRECT:
         return None
     try:
-        return os.open(path, flags | _DIRECT | os.O_CLOEXEC)
+        return os.open(path, flags | platforms.DIRECT | platforms.CLOEXEC)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

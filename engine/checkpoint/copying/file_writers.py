@@ -19,6 +19,7 @@ from engine.checkpoint.copying.contents import Content
 from engine.checkpoint.copying.direct_io import RunWriter, open_direct
 from engine.checkpoint.copying.resumable import Written
 from engine.checkpoint.safetensors_file import file_header, num_bytes, write_at
+from engine.files import platforms
 from engine.kernels.checksum import Checksum
 
 SCANNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -77,9 +78,11 @@ class Output:
         """
         with self._lock:
             if self._descriptors is None:
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                flags = os.O_RDWR | os.O_CREAT | platforms.NOFOLLOW | platforms.CLOEXEC
                 descriptor = os.open(self.path, flags, 0o644)
-                if os.pread(descriptor, len(self.header), 0) != self.header:
+                found = bytearray(len(self.header))
+                platforms.read_at(descriptor, memoryview(found), 0)
+                if found != self.header:
                     os.ftruncate(descriptor, 0)
                     write_at(descriptor, memoryview(self.header), 0)
                 os.ftruncate(descriptor, self.size)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from engine.checkpoint.folder import check_output
 from engine.checkpoint.manifest import ENGINE_VERSION
+from engine.files import platforms
 from engine.files.refusals import reading, writing
 from engine.files.staging import staged_folder
 from engine.files.strict_json import JsonFlaw, parse_json
@@ -52,7 +53,7 @@ class Journal:
         self._path, self._lock = path, threading.Lock()
         self.entries: dict[tuple[str, str], Written] = {}
         with writing(path):
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | platforms.NOFOLLOW | platforms.CLOEXEC
             self._file = os.fdopen(os.open(path, flags, 0o644), "a+", encoding="utf-8", errors="replace")
             self._file.seek(0)
             text = self._file.read()

@@ -26,6 +26,7 @@ from engine.checkpoint.safetensors_file import SafetensorsWriter, dtype_name
 from engine.distributed.operations import LOG
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.durable import sync_folder, write_durably
 from engine.files.refusals import FileError, writing
 from engine.kernels.checksum import checksum_of
@@ -85,9 +86,8 @@ def require_room(staging: Path, num_bytes: int) -> None:
         NoRoom: there is too little.
     """
     with writing(staging):
-        system = os.statvfs(staging)
-        free = system.f_bavail * system.f_frsize
-        written = sum(found.st_blocks * 512 for found in stats_of(staging))
+        free = shutil.disk_usage(staging).free
+        written = sum(map(platforms.allocated_bytes, stats_of(staging)))
     needed = num_bytes + num_bytes // _SHARE_BESIDE + _ROOM_BESIDE - written
     if needed > free:
         raise NoRoom(

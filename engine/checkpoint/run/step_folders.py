@@ -7,7 +7,6 @@ holds a lock on it, which the system releases however the process ends.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import MANIFEST
 from engine.config.run_files import CHECKPOINTS
 from engine.errors import UserError
+from engine.files import platforms
 from engine.files.durable import delete_folder, sync_folder, write_durably
 from engine.files.refusals import writing
 
@@ -27,7 +27,6 @@ _STEP = re.compile(r"^step_(\d{8,})$")
 _KEPT = re.compile(r"^step_(\d{8,})\.old$")
 _LEFTOVER = re.compile(r"^step_\d{8,}(\.[0-9a-z]+-\d+)?\.(tmp|old|deleting)$")
 _BEST = "best.json"
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNLOCKABLE_SECONDS = 3600.0
 """Seconds after which an untouched temporary folder counts as abandoned, where the file system has no locks."""
 
@@ -51,34 +50,31 @@ def held(staging: Path) -> Iterator[None]:
     """
     with writing(staging):
         staging.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(staging, _FOLDER_FLAGS)
+        descriptor = platforms.open_folder(staging)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{staging} is being deleted by another run: start one run at a time there.") from None
-        except OSError:
+        is_free = platforms.lock(descriptor, shared=True)
+        if is_free is False:
+            raise UserError(f"{staging} is being deleted by another run: start one run at a time there.")
+        if is_free is None:
             os.utime(staging)  # the file system has no locks; see _is_in_use
         yield
     finally:
-        os.close(descriptor)
+        platforms.close_folder(descriptor)
 
 
 def _is_in_use(staging: Path) -> bool:
     try:
-        descriptor = os.open(staging, _FOLDER_FLAGS)
+        descriptor = platforms.open_folder(staging)
     except (FileNotFoundError, NotADirectoryError):  # a link counts as abandoned too
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+        is_free = platforms.lock(descriptor)
+        if is_free is not None:
+            return not is_free
         newest = max(found.st_mtime for found in (staging.stat(), *stats_of(staging)))
         return time.time() - newest < _UNLOCKABLE_SECONDS
     finally:
-        os.close(descriptor)
-    return False
+        platforms.close_folder(descriptor)
 
 
 def move_into_place(staging: Path, out: Path) -> None:

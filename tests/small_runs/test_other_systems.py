@@ -80,6 +80,7 @@ def test_what_windows_cannot_do_is_refused(words: tuple[str, ...], begins: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("system", [WINDOWS, MACOS])
 def test_one_process_trains_resumes_converts_and_generates(system: str, tmp_path: Path) -> None:
     """With the same bits as on Linux without the compiled kernels, which other systems do not have."""

@@ -18,7 +18,7 @@ VARIABLE = "RANKFOLD_TEST_SYSTEM"
 WINDOWS, MACOS = "win32", "darwin"
 
 
-def run_as(system: str, *words: object, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_as(system: str, *words: object, cwd: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     """Runs Python with these words on a system, as `sys.platform` names it."""
     environment = {
         **os.environ,

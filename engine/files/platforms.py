@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from engine.errors import UserError
@@ -156,8 +156,7 @@ def unlink_open(descriptor: int, path: os.PathLike[str]) -> int:
     if IS_WINDOWS:  # where an open file cannot be removed
         os.dup2(nothing := os.open(os.devnull, os.O_RDWR), descriptor)
         os.close(nothing)
-    with suppress(FileNotFoundError):
-        os.unlink(path)
+    Path(path).unlink(missing_ok=True)
     return descriptor
 
 

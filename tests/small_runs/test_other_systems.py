@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.support.other_systems import MACOS, WINDOWS, run_as
+from tests.support.other_systems import LINUX, MACOS, WINDOWS, run_as
 from tests.wrong_inputs.workplace import make_place
 
 IMPORT_ALL = """
@@ -84,7 +84,7 @@ def test_what_windows_cannot_do_is_refused(words: tuple[str, ...], begins: str, 
 @pytest.mark.parametrize("system", [WINDOWS, MACOS])
 def test_one_process_trains_resumes_converts_and_generates(system: str, tmp_path: Path) -> None:
     """With the same bits as on Linux without the compiled kernels, which other systems do not have."""
-    folders = {name: tmp_path / name for name in (system, "linux")}
+    folders = {name: tmp_path / name for name in (system, LINUX)}
     for name, folder in folders.items():
         place = make_place(folder / "place")
         place.set(data__seq_length=20, optim__lr=0.01, log__peak_tflops=0, checkpoint__dir=folder / "run")

@@ -27,7 +27,7 @@ def navigation(root: Path) -> list[dict[str, Any]]:
         place = site_path(link.removeprefix("../") if link.startswith("../") else f"docs/{link}")
         pages.append({title: _examples(root) if place == EXAMPLES else place})
     first = next(iter(sections))
-    sections[first] = [HOME, {"What it has": ABOUT}, *sections[first], {"All pages": CONTENTS}]
+    sections[first] = [HOME, {"Features": ABOUT}, *sections[first], {"All pages": CONTENTS}]
     sections[_REFERENCE] = [*_from_code(), *sections[_REFERENCE]]
     return [{heading: pages} for heading, pages in sections.items()]
 

@@ -60,4 +60,4 @@ def _divided(readme: str) -> tuple[str, str]:
     joined: Callable[[bool], str] = lambda first: "".join(  # noqa: E731
         f"## {name}{text}" for name, text in sections.items() if (name in HOME_HEADINGS) is first
     )
-    return title + joined(True), f"# What it has\n\n{joined(False)}"
+    return title + joined(True), f"# Features and models\n\n{joined(False)}"

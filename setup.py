@@ -134,7 +134,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["engine", "engine.*", "rankfold", "rankfold.*"]),
-    package_data={"": ["py.typed", "**/*.yaml"]},
+    package_data={"": ["py.typed", "**/*.yaml", "recipes/*.json"]},
     # a package `triton_kernels` of its own would be in the way of another project's
     package_dir={"engine.kernels.triton": "triton_kernels"},
     entry_points={"console_scripts": ["rankfold = rankfold.__main__:run"]},

@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": "serve a model to clients that train and sample adapters with the Tinker SDK",
     "preprocess": "tokenise data once into a store",
     "plan": "predict memory and time, draw schedules, certify a layout",
+    "recipe": "write a ready run file, by model, GPU and number of GPUs",
     "launch": "write the job file for a training on Slurm, Kubernetes, SkyPilot or Ray",
     "report": "write an HTML report of one or more runs",
     "benchmark": "compare speed and memory with transformers + PEFT and the machine's limits",

@@ -11,6 +11,7 @@ TB/s; `measured` puts those of `rankfold benchmark machine-speed` in their place
 | products, Hopper | 0.62 | 0.69 | 0.80 | a burst of ten on one H200, and 780 TFLOP/s of one tuned shape on an |
 | | | | | H100 [1]; likely are 650 to 700 under 700 W |
 | products, A100 | 0.75 | 0.82 | 0.83 | 257 of 312 with normal numbers [2] |
+| products, L40S, B200 | 0.62 | 0.69 | 0.80 | assumed to be Hopper's |
 | products in FP8 | 0.52 | 0.62 | 0.75 | as in 16 bits, with the power limit reached sooner |
 | products of experts | 0.28 | 0.62 | 0.75 | 524 to 545 TFLOP/s of torch on an H100 [3], and 160 and 242 of small |
 | | | | | experts [4, 5] |
@@ -145,6 +146,8 @@ class _Card:
 
     Args:
         own_products: shares that its products reach, slow, likely and fast, where they are not Hopper's.
+        own_attention: where it is neither Hopper's nor FlashAttention-2's at an A100's shares: where a document fills a
+            row, and where several share one.
     """
 
     name: str
@@ -157,9 +160,13 @@ class _Card:
     processors: int
     hopper: bool = False
     own_products: tuple[float, float, float] | None = None
+    own_attention: tuple[AttentionSpeeds, AttentionSpeeds] | None = None
 
     def machine(self, shares: _Shares) -> Machine:
         packed = FLASH2_ON_HOPPER if self.hopper else flash2_elsewhere(self.products)
+        alone = CUDNN_ON_HOPPER if self.hopper else packed
+        if self.own_attention is not None:
+            alone, packed = self.own_attention
         return Machine(
             name=self.name,
             memory=self.memory,
@@ -178,7 +185,7 @@ class _Card:
             gap=shares.gap,
             graph_gap=shares.graph_gap,
             host_launch=shares.host_launch,
-            attention=CUDNN_ON_HOPPER if self.hopper else packed,
+            attention=alone,
             packed_attention=packed,
             attention_share=shares.attention,
         )
@@ -205,6 +212,11 @@ _CARDS = {
               processors=108, own_products=(0.75, 0.82, 0.83)),
         _Card(name="rtx4090-24", memory=24, products=165, copies=1008, link=32, products_fp8=330, host=32,
               processors=128, own_products=(0.75, 0.85, 0.95)),
+        _Card(name="l40s-48", memory=48, products=362, copies=864, link=32, products_fp8=733, host=32,
+              processors=142),
+        # FlashAttention-2 has none of the instructions that are new in it, and is taken to be as fast as on an H100
+        _Card(name="b200-180", memory=180, products=2250, copies=8000, link=900, products_fp8=4500, host=64,
+              processors=148, own_attention=(flash2_elsewhere(2250), FLASH2_ON_HOPPER)),
     )
 }  # fmt: skip
 MACHINES = {name: likely for name, (_, likely, _) in _CARDS.items()}

@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="speeds to assume: h100-80, h200-141, a100-80, a100-40, rtx4090-24, or cpu, which is measured "
-        "(default: by --gpu-memory)",
+        help="speeds to assume: b200-180, h200-141, h100-80, a100-80, a100-40, l40s-48, rtx4090-24, or cpu, which is "
+        "measured (default: by --gpu-memory)",
     )
     parser.add_argument(
         "--speeds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -182,6 +182,7 @@ def answer_for(
     document_length: int | None = None,
     prompt_length: int | None = None,
     node_size: int | None = None,
+    tries: Callable[[Layout], bool] | None = None,
 ) -> Answer:
     """Searches all layouts of `devices`.
 
@@ -199,11 +200,12 @@ def answer_for(
         document_length: tokens of the documents of a row; None for the objective's own.
         prompt_length: tokens of a prompt, of an objective that samples; None for what completions leave of a row.
         node_size: devices of a machine; None for those that the speeds are of.
+        tries: whether a layout is tried; None for all.
 
     Raises:
         UserError: the model or a name in the configuration is not known.
     """
-    family, text = family_of(hf_config)
+    family, text = family_of(hf_config, config.model.implementation)
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
     chosen = machine_of(machine, gpu_memory, speeds)
@@ -237,7 +239,12 @@ def answer_for(
         gpu_memory=gpu_memory,
         capacity=capacity,
         host_memory=host_memory,
-        found=search(wanted, workload, chosen, _shown_on_a_terminal),
+        found=search(
+            wanted,
+            workload,
+            chosen,
+            lambda places: _shown_on_a_terminal([one for one in places if tries is None or tries(one)]),
+        ),
     )
 
 

@@ -25,6 +25,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "rankfold.evaluating": (),
     "rankfold.migrating": (),
     "rankfold.launching": (),
+    "rankfold.recipes": (),
 }
 """What some runs use -> the wings that it may import. All else of `engine` and `triton_kernels` is the core."""
 

@@ -1,0 +1,1 @@
+"""Tests of the recipes: facts of models, stored plans, run files, the command."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from engine.choices import DecodeGraph, Mismatch, ServerKind
 from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, REPORTED, option
+from engine.config.paths import at_home
 from engine.errors import UserError
 
-BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
+MODEL_REWARD = "model"
+"""The reward that is a reward model's score."""
+BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex", MODEL_REWARD)
 """Rewards that need no file; see `engine.rollouts.rewards.built_in`."""
 IN_PROGRAM = "python:"
 """Begins the names of what a Python program supplies: its reward functions, and its records."""
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
 """An entry followed by a weight, which has its own option."""
 LARGEST_REWARD = 1e6
@@ -32,9 +38,10 @@ class RolloutOptions:
     """Rollout: how completions are generated and scored, where objective.name is grpo.
 
     Args:
-        rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer or regex:PATTERN.
-            exact_match and numeric_answer compare with the column answer of the records, or with
-            exact_match:COLUMN.
+        rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer, regex:PATTERN or
+            model:FOLDER. exact_match and numeric_answer compare with the column answer of the records, or with
+            exact_match:COLUMN. model gives the score of a reward model (docs/reward-models.md): the folder of one, or
+            of a PEFT adapter on one.
         reward_weights: Weights of rollout.rewards, in their order; [] weighs each with 1. A completion's reward is the
             weighted sum.
         num_generations: Completions of each prompt, which are compared with each other.
@@ -59,6 +66,8 @@ class RolloutOptions:
         reward_workers: Processes that call the reward functions.
         reward_timeout: Seconds that a call of a reward function may take; it scores all completions of 1 /
             rollout.reward_workers of a generation batch's prompts.
+        judge_device: Device of the reward models in rollout.rewards, such as cpu or cuda:7; null for the first GPU
+            where there is one, which it then shares with the rank that trains there.
         show: Completions to log of each generation batch, with their rewards.
         server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000, or
             of several, with commas between them; null for none. Before each rollout they load the current adapters, and
@@ -94,6 +103,7 @@ class RolloutOptions:
     drop_uniform_groups: bool = option(False, REPORTED)
     reward_workers: int = option(1, IGNORED)  # processes
     reward_timeout: float = option(60.0, IGNORED)
+    judge_device: str | None = option(None, IGNORED)  # where scores are computed
     show: int = option(1, IGNORED)  # printed
     server: str | None = option(None, REPORTED)
     server_kind: ServerKind = option("vllm", IGNORED)  # how a server is spoken to
@@ -131,6 +141,11 @@ class RolloutOptions:
             )
         require_at_least("rollout.reward_workers", self.reward_workers, 1, "use for example 1")
         require_positive("rollout.reward_timeout", self.reward_timeout, "use for example 60")
+        require(
+            self.judge_device is None or _DEVICE.fullmatch(self.judge_device) is not None,
+            f"rollout.judge_device is {self.judge_device}, but cpu, cuda or cuda:NUMBER is expected: write for example "
+            "cuda:7, or null for the first GPU.",
+        )
         require_at_least("rollout.show", self.show, 0, "use for example 1, or 0 for none")
         self._check_server()
         self._check_rewards()
@@ -202,7 +217,7 @@ class RolloutOptions:
         for source, weight in zip(sources, self.reward_weights or [1.0] * len(sources), strict=True):
             seen[source.name] += 1
             name = source.name if counts[source.name] == 1 else f"{source.name}/{seen[source.name]}"
-            found.append(replace(source, weight=weight, name=name))
+            found.append(replace(source, weight=weight, name=name, device=self.judge_device))
         return tuple(found)
 
 
@@ -226,6 +241,23 @@ class RewardSource:
     name: str
     in_program: bool = False
     """Whether it is a function of the Python program that trains."""
+    device: str | None = None
+    """Of a reward model; None leaves it to the process that has it."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the score of a reward model."""
+        return self.file is None and not self.in_program and self.function == MODEL_REWARD
+
+    @property
+    def opened(self) -> str | None:
+        """The file, or the folder of a reward model, that a process that calls it reads; None where it reads none."""
+        return self.argument if self.is_model else self.file
+
+    @property
+    def passed(self) -> str:
+        """The argument as such a process gets it: of a reward model its folder and device, in JSON."""
+        return json.dumps([self.argument, self.device]) if self.is_model else self.argument
 
     @classmethod
     def parse(cls, text: str) -> RewardSource:
@@ -248,6 +280,13 @@ class RewardSource:
             )
             if name == "regex":
                 _require_pattern(text, argument)
+            require(
+                name != MODEL_REWARD or bool(argument),
+                f"rollout.rewards has {text!r}, which lacks its folder: write model:FOLDER.",
+            )
+            if name == MODEL_REWARD:
+                argument = at_home("rollout.rewards", argument)
+                return cls(file=None, function=name, argument=argument, name=f"{name}/{Path(argument).name}")
             column = "" if name == "regex" or not argument else f"/{argument}"
             return cls(file=None, function=name, argument=argument, name=f"{name}{column}")
         if text.startswith(IN_PROGRAM):

@@ -70,6 +70,8 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
             f"rollout.rewards has {source.file}:{source.function}, and {source.file} is not a file: give the path of "
             "a Python file, or the name of a reward that is built in.",
         )
+        if source.is_model:
+            _require_folder("the path of a model in rollout.rewards", source.argument, "a reward model")
         require(
             not source.in_program or f"{IN_PROGRAM}{source.function}" in supplied,
             f"rollout.rewards has {IN_PROGRAM}{source.function}, a function of a Python program: give it in that "

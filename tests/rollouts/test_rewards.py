@@ -358,7 +358,7 @@ def test_entries(text: str, parsed: RewardSource) -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        (("rewards.py",), "but FILE.py:NAME, or one of exact_match, numeric_answer, regex, is expected"),
+        (("rewards.py",), "but FILE.py:NAME, or one of exact_match, numeric_answer, regex, model, is expected"),
         (("b.py:not a name",), "but FILE.py:NAME"),
         (("regex",), "which lacks its pattern"),
         (("regex:(",), "whose pattern is none"),

@@ -1,4 +1,4 @@
-"""Rewards that need no file. Each gives 1 to a completion that is right and 0 to one that is not.
+"""Rewards that need no file of Python. Those of the table give 1 to a completion that is right and 0 to others.
 
 | name            | a completion is right where                                                              |
 |-----------------|------------------------------------------------------------------------------------------|
@@ -6,17 +6,21 @@
 | numeric_answer  | the last number in it is the last number in the column, whatever either is written like  |
 | regex           | the pattern is found somewhere in it                                                     |
 
+and `model`, which gives the score of a reward model (`engine.judges.reward`).
+
 Without a torch import: the processes that call rewards start quickly.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from engine.config.rollout import RewardSource
+from engine.seams import resolve
 
 Reward = Callable[..., Any]
 
@@ -36,8 +40,14 @@ def built_in(name: str, argument: str) -> Reward:
 
     Args:
         name: one of `engine.config.rollout.BUILT_IN_REWARDS`.
-        argument: a column, "" for `ANSWER`; of regex the pattern.
+        argument: a column, "" for `ANSWER`; of regex the pattern; of model its folder and device, in JSON.
+
+    Raises:
+        Exception: a reward model cannot be opened.
     """
+    if name == "model":
+        found: Reward = resolve("engine.judges.reward:JudgeReward")(*json.loads(argument))
+        return found
     if name == "regex":
         pattern = re.compile(argument)
         return lambda completions, **_: [float(pattern.search(text_of(one)) is not None) for one in completions]

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config.rollout import LARGEST_REWARD, RewardSource
+from engine.config.rollout import LARGEST_REWARD, MODEL_REWARD, RewardSource
 from engine.files import platforms
 from engine.files.strict_json import JsonFlaw
 from engine.foreign.deadline import Deadline
@@ -44,8 +44,8 @@ _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from engine.rollouts.rewards.worker import run; run(*map(int, sys.argv[2:]))"
 )
-_START_SECONDS = 120.0
-"""Seconds that a process gets to import the files of the functions."""
+_START_SECONDS, _MODEL_SECONDS = 120.0, 1800.0
+"""Seconds that a process gets to import the files of the functions, and to read reward models."""
 _HANGS = 3
 """Consecutive completions of one failed call that may hang before the rest of it is skipped."""
 _TRIES = 4
@@ -145,7 +145,8 @@ class _Worker:
                     env=without_rank(os.environ),
                 )
             os.close(lifeline)
-        problems = self._exchange(self._wanted, Deadline(_START_SECONDS), sentences=len(self._wanted))
+        seconds = _MODEL_SECONDS if any(one[:2] == (None, MODEL_REWARD) for one in self._wanted) else _START_SECONDS
+        problems = self._exchange(self._wanted, Deadline(seconds), sentences=len(self._wanted))
         if not isinstance(problems, list) or not all(isinstance(one, str) for one in problems):
             raise self._malformed(f"{described(problems)}, where a list of sentences was expected")
         return problems
@@ -334,7 +335,7 @@ class RewardPool:
         self._served = {place: number for number, place in enumerate(served)}
         """The places of the functions that processes call -> those in the processes' lists."""
         chosen = [sources[place] for place in served]
-        wanted = [(one.file, one.function, one.argument, list(columns)) for one in chosen]
+        wanted = [(one.file, one.function, one.passed, list(columns)) for one in chosen]
         self._workers = [_Worker(wanted, timeout) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
@@ -351,7 +352,7 @@ class RewardPool:
         try:
             problems = self._threads.submit(self._workers[0].start).result()
         except CallFailed as failure:
-            files = ", ".join(sorted({one.file for one in self._sources if one.file is not None}))
+            files = ", ".join(sorted(one.opened for one in self._sources if one.opened is not None))
             problems = [f"{files} cannot be loaded ({failure})"]
         return f"rollout.rewards: {problems[0]}; correct the file, or the entry." if problems else None
 

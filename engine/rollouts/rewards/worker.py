@@ -102,13 +102,11 @@ def _ignore_signals() -> None:
 def _load_all(wanted: Sequence[tuple[str | None, str, str, list[str]]]) -> tuple[list[Reward], list[str]]:
     functions, problems = [], []
     for file, name, argument, columns in wanted:
-        if file is None:
-            functions.append(built_in(name, argument))
-            continue
         try:
-            functions.append(_load(Path(file), name, columns))
+            functions.append(built_in(name, argument) if file is None else _load(Path(file), name, columns))
         except BaseException as error:  # the user's module may raise anything, and call sys.exit
-            problems.append(f"{file}:{name} cannot be loaded ({_described(error)})")
+            entry = f"{name}:{json.loads(argument)[0]}" if file is None else f"{file}:{name}"
+            problems.append(f"{entry} cannot be loaded ({_described(error)})")
     return functions, problems
 
 

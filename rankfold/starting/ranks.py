@@ -116,6 +116,11 @@ class _Agent(LocalElasticAgent):
         super().__init__(*arguments, **named)
         self._grace, self._watched = grace, watched
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch keeps the address of the first meeting and tells it once; a machine that was started again waits for it
+        worker_group.spec.rdzv_handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._watched.have_met = True
         started: dict[int, Any] = super()._start_workers(worker_group)

@@ -34,7 +34,10 @@ def build_parser() -> CommandLine:
     """Builds the command line; needs no torch, so that --help is quick."""
     parser = CommandLine(description=__doc__, stands_for={"model.path": "--base", "model.base_dtype": "--base-dtype"})
     parser.add_argument(
-        "source", metavar="SOURCE", type=Path, help="folder of a run, a checkpoint, a PEFT adapter or a model"
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="folder of a run or a checkpoint; folder or name on the hub of a PEFT adapter or a model",
     )
     parser.add_argument("--out", type=Path, help="folder to create; an adapter that is only uploaded needs none")
     parser.add_argument(
@@ -50,7 +53,7 @@ def build_parser() -> CommandLine:
     )
     add_model_options(parser)
     add_work_options(parser)
-    add_download(parser, base="model")
+    add_download(parser, base="model", source="either")
     add_push(parser)
     return parser
 
@@ -59,10 +62,11 @@ def main() -> None:
     arguments = build_parser().parse_args()
     push = push_of(arguments)
     with named_as(arguments.stands_for):
+        arguments = with_local_folders(arguments)
         _check(arguments, push)
         if push is not None:
             check_push(push)
-        _carry_out(with_local_folders(arguments), push)
+        _carry_out(arguments, push)
 
 
 def _check(arguments: argparse.Namespace, push: Push | None) -> None:
@@ -73,9 +77,8 @@ def _check(arguments: argparse.Namespace, push: Push | None) -> None:
     """
     source, out = arguments.source, arguments.out
     if not source.is_dir():
-        raise UserError(
-            f"{source} is not a folder: give that of a run, a checkpoint, a PEFT adapter or a model on this machine."
-        )
+        advice = instead_of(source, "give that of a run, a checkpoint, a PEFT adapter or a model")
+        raise UserError(f"{source} is not a folder{advice}.")
     if _is_adapter(source):
         if given := [name for name in _OF_RUNS if getattr(arguments, name) is not None]:
             raise UserError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.config.command_line import CommandLine, json_mapping, named_as
 from engine.config.data import FORMATS
+from engine.config.hub import DATA_PREFIX, looks_like_hub_name
 from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.paths import path_text
 from engine.telemetry.processors import available_processors
@@ -106,6 +107,13 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         raise UserError(f"--show is {arguments.show}: give the number of records to print.")
     if (arguments.out is None) == (arguments.show == 0):
         raise UserError("give --out, the folder of a store, or --show 3, which prints records and writes nothing.")
+    for text in arguments.files:
+        if text.startswith(DATA_PREFIX) or looks_like_hub_name(text):
+            raise UserError(
+                f"{text} is no file, but looks like a data set on the Hugging Face hub, and a store is made of files: "
+                f"give {DATA_PREFIX}{text.removeprefix(DATA_PREFIX)} as data.train of a run, which tokenises it, or "
+                "save it as a JSONL file."
+            )
     files = expand_paths(arguments.files)
     chat = ChatOptions(
         template=arguments.chat_template,

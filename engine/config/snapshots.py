@@ -64,9 +64,12 @@ def _folder(config: RunConfig, given: str, need: Need, before: Callable[[], dict
     name = parse_name(given)
     if name is None or Path(given).exists():
         return given
-    if name.revision is None:
-        known = (parse_name(text) for text in before()["folders"])
-        name = next((one for one in known if one is not None and one.repo == name.repo), name)
+    if not name.is_pinned:
+        known = [one for text in before()["folders"] if (one := parse_name(text)) is not None and one.repo == name.repo]
+        if known and name.revision is not None:  # a run's branch, which may have moved since, or another one
+            noted = resolve("engine.hub.snapshots:noted_commit")(name)
+            known = [one for one in known if one.revision == noted]
+        name = next(iter(known), name)
     text = str(HubName(name.repo, name.revision))
     found = local_folder(text, download=config.hub.download, need=need)
     return given if found == text else found

@@ -43,15 +43,17 @@ class CachedRepo:
 
     def snapshot(self, name: HubName) -> Path | None:
         """Returns the folder of a revision; None where no file of it is here."""
-        commit: str | None = name.revision
-        if not name.is_pinned:
-            ref = self.folder / "refs" / (name.revision or _DEFAULT_BRANCH)
-            try:
-                commit = ref.read_text(encoding="utf-8").strip()
-            except (OSError, ValueError):
-                return None
-        found = self.snapshot_of(str(commit))
-        return found if found.is_dir() else None
+        commit = name.revision if name.is_pinned else self.noted_commit(name.revision)
+        found = None if commit is None else self.snapshot_of(commit)
+        return found if found is not None and found.is_dir() else None
+
+    def noted_commit(self, revision: str | None) -> str | None:
+        """Returns the commit that a branch or tag was at when the hub was last asked here; None where it never was."""
+        ref = self.folder / "refs" / (revision or _DEFAULT_BRANCH)
+        try:
+            return ref.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
 
     def snapshot_of(self, commit: str) -> Path:
         """Returns the folder of a commit, which may be absent."""

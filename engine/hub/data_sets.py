@@ -43,13 +43,17 @@ def find_data(text: str, *, download: bool, before: Sequence[str] = ()) -> str:
             hub does not give it.
     """
     name = parse_data_name(text)
-    if name.repo.revision is None:
-        known = (parse_data_name(other) for other in before)
-        name = next((one for one in known if replace(one, repo=name.repo) == name and _same(one, name)), name)
+    cached, log = CachedRepo(name.repo.repo, _KIND), Log(int(os.environ.get("RANK", "0")))
+    if not name.repo.is_pinned:
+        known = [one for one in map(parse_data_name, before) if replace(one, repo=name.repo) == name]
+        known = [one for one in known if _same(one, name)]
+        if name.repo.revision is not None:  # the run's branch, which may have moved since, or another one
+            noted = cached.noted_commit(name.repo.revision)
+            known = [one for one in known if one.repo.revision == noted]
+        name = next(iter(known), name)
     require_library()
     if name.stream and not download:
         raise UserError(f"{text} is read from the hub while training starts: add --download, or leave stream out.")
-    cached, log = CachedRepo(name.repo.repo, _KIND), Log(int(os.environ.get("RANK", "0")))
     if (name.repo.is_pinned and not name.stream) or not download:
         found = _complete(cached, name)
         if found is not None:

@@ -42,6 +42,11 @@ def find_snapshot(name: HubName, *, download: bool, need: Need) -> Path | None:
     return cached.snapshot_of(commit)
 
 
+def noted_commit(name: HubName) -> str | None:
+    """Returns the commit that a branch or tag was at when the hub was last asked from this machine."""
+    return CachedRepo(name.repo).noted_commit(name.revision)
+
+
 def state_in_cache(name: HubName) -> str:
     """Returns what the cache has of a name that cannot be used from there."""
     cached = CachedRepo(name.repo)

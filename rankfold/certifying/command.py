@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.config.hub_flag import add_download
 from engine.errors import UserError
 from engine.files.durable import write_named
 from engine.telemetry.output import say
@@ -55,6 +56,7 @@ class CertifyOptions:
     limit: float | None = None
     dtype: str | None = None
     json: Path | None = None
+    download: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("data", self.data), ("steps", self.steps)):
@@ -91,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float32", "bfloat16"), help="precision to compute in, instead of model.dtype"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to write every deviation to")
+    add_download(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -130,8 +133,9 @@ def certify(options: CertifyOptions, worker: Path | None = None) -> Certificate:
 
     if world_size_from_environment() > 1:
         raise UserError("certify runs under torchrun, but it starts its ranks itself: start it with python alone.")
-    own = own_layout(options.config, options.data, options.dtype)
-    others = [other_layout(options.config, options.data, text, options.dtype) for text in options.against]
+    more = {"dtype": options.dtype, "download": options.download}
+    own = own_layout(options.config, options.data, **more)
+    others = [other_layout(options.config, options.data, text, **more) for text in options.against]
     others = others or [one_process(own)]
     trained = check_comparable(own, others)
     layouts = [own, *others]

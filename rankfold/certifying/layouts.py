@@ -59,18 +59,19 @@ class Layout:
             raise UserError(f"{self.source}: {error}") from None
 
 
-def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:
+def own_layout(path: Path, data: int, dtype: str | None = None, *, download: bool = False) -> Layout:
     """Returns the layout of a run file.
 
     Args:
         path: the run file.
         data: data-parallel copies of the model.
         dtype: replaces model.dtype; None leaves it.
+        download: as hub.download, also where the file does not say so.
 
     Raises:
         UserError: the file is not a valid configuration.
     """
-    config = load_config(["--config", str(path), *_dtype(dtype)])
+    config = load_config(["--config", str(path), *_given(dtype, download)])
     return Layout(config=config, data=data, label=_label(config, data, {}), source=str(path))
 
 
@@ -80,7 +81,7 @@ def one_process(layout: Layout) -> Layout:
     return Layout(config=config, data=1, label=_label(config, 1, {}), source="one process")
 
 
-def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> Layout:
+def other_layout(path: Path, data: int, text: str, dtype: str | None = None, *, download: bool = False) -> Layout:
     """Returns the layout of a run file with overrides.
 
     Args:
@@ -88,6 +89,7 @@ def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> 
         data: data-parallel copies, unless the overrides say otherwise.
         text: `key=value,..`, a key being section.option, an option of `parallel`, or `data` for the copies.
         dtype: replaces model.dtype, unless the overrides say otherwise; None leaves it.
+        download: as hub.download, also where the file does not say so.
 
     Raises:
         UserError: an override that is not one, or a value that does not fit.
@@ -99,7 +101,7 @@ def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> 
         raise UserError(f"{source} asks for data={copies}, but a number of copies is expected: use for example data=2.")
     arguments = [f"--{key}={value}" for key, value in changes.items() if key != "data"]
     try:
-        config = load_config(["--config", str(path), *_dtype(dtype), *arguments])
+        config = load_config(["--config", str(path), *_given(dtype, download), *arguments])
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
     return Layout(config=config, data=int(copies), label=_label(config, int(copies), changes), source=source)
@@ -134,8 +136,10 @@ def check_comparable(own: Layout, others: Sequence[Layout]) -> dict[str, tuple[i
     return expected
 
 
-def _dtype(dtype: str | None) -> list[str]:
-    return [] if dtype is None else [f"--model.dtype={dtype}"]
+def _given(dtype: str | None, download: bool) -> list[str]:
+    """Returns what the command line gives beside the run file."""
+    words = [] if dtype is None else [f"--model.dtype={dtype}"]
+    return [*words, "--hub.download=true"] if download else words
 
 
 def _changes(text: str, source: str) -> dict[str, str]:

@@ -74,10 +74,15 @@ def test_a_run_keeps_its_snapshot(
         ("convert", ["merge", "--base", MODEL, "--adapter", ADAPTER, "--out", "{out}", "--no-proof"]),
         ("convert", ["inspect", ADAPTER]),
         ("generate", ["--model", MODEL, "--adapter", ADAPTER, "--prompt", "a", "--max-new-tokens", "2"]),
-        ("generate", ["--model", "{model}", "--tokenizer", MODEL, "--prompt", "a", "--max-new-tokens", "2"]),
+        ("export", [ADAPTER, "--base", MODEL, "--merged", "--out", "{out}", "--no-proof"]),
+        pytest.param(
+            "generate",
+            ["--model", "{model}", "--tokenizer", MODEL, "--prompt", "a", "--max-new-tokens", "2"],
+            marks=pytest.mark.slow,
+        ),
         ("plan", ["memory", "--model", MODEL, "--gpus", "1", "--gpu-memory", "80", "--seq-length", "128"]),
-        ("plan", ["adapters", "--model", MODEL, "--seq-length", "128"]),
-        ("preprocess", ["{train}", "--tokenizer", MODEL, "--out", "{out}"]),
+        pytest.param("plan", ["adapters", "--model", MODEL, "--seq-length", "128"], marks=pytest.mark.slow),
+        pytest.param("preprocess", ["{train}", "--tokenizer", MODEL, "--out", "{out}"], marks=pytest.mark.slow),
     ],
 )
 def test_every_command(
@@ -93,7 +98,9 @@ def test_every_command(
         (folder,) = Path(constants.HF_HUB_CACHE).glob("models--*/snapshots/*")
         assert [path.name for path in folder.iterdir()] == ["config.json"]
         assert f"{MODEL}@{commit[:12]}" in seen.printed
-    seen = run_here(tool, [*words, *(["--overwrite"] if tool == "convert" and "--out" in words else [])], capsys)
+    seen = run_here(
+        tool, [*words, *(["--overwrite"] if tool in ("convert", "export") and "--out" in words else [])], capsys
+    )
     assert "add --download" not in seen.printed
 
 

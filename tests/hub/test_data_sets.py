@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,12 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.hub.data_names import parse_data_name
 from engine.hub.data_sets import HubRecords, find_data
+from tests.hub.conftest import files_of
 from tests.hub.local_hub import LocalHub
+from tests.support.commands import REPOSITORY, losses
 from tests.wrong_inputs.workplace import Workplace, run_here
 
-NAME = "tiny-org/data"
+NAME, MODEL = "tiny-org/data", "tiny-org/tiny"
 RECORDS: list[dict[str, Any]] = [
     {"prompt": "abab", "completion": " baba"}, {"prompt": "cab", "completion": " bac, \"abc\""},
     {"prompt": "aa\nbb", "completion": " cc"}, {"prompt": "ab", "completion": " ba"},
@@ -90,7 +95,9 @@ def _source(text: str) -> RecordSource:
     return HubRecords(find_data(text, download=True))
 
 
-@pytest.mark.parametrize("form", list(WRITERS))
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if form in ("jsonl.gz", "json") else form for form in WRITERS]
+)
 def test_rows_are_those_of_a_file(form: str, hub: LocalHub, place: Workplace, rows: Callable[[Any], list[Any]]) -> None:
     files = {
         f"data/train-00000-of-00002.{form}": WRITERS[form](RECORDS[:3]),
@@ -248,7 +255,53 @@ def test_a_run(hub: LocalHub, place: Workplace, capsys: pytest.CaptureFixture[st
     assert seen.status == 0 and "data.train differs" not in seen.printed and "1: data." not in seen.printed, (
         seen.printed
     )
-    shutil.rmtree(constants.HF_HUB_CACHE)
-    place.set(train__steps=3, data__train=f"hub:{NAME}@main")
+
+
+@pytest.mark.slow
+def test_a_branch_that_moves(hub: LocalHub, place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was given a branch by name keeps its commit too, on the machine that has noted it."""
+    hub.dataset(NAME, {"train.jsonl": _jsonl(RECORDS)})
+    hub.model(MODEL, files_of(place.model))
+    place.set(data__train=f"hub:{NAME}@main", model__path=f"{MODEL}@main")
+    assert run_here("pretrain_lora", [*place.arguments(), "--download"], capsys).status == 0
+    hub.dataset(NAME, {"train.jsonl": _jsonl(RECORDS[:2])})
+    place.change_config(rms_norm_eps=0.5)
+    hub.model(MODEL, files_of(place.model))
+    place.set(train__steps=2)
+    seen = run_here("pretrain_lora", [*place.arguments(), "--download"], capsys)
+    assert seen.status == 0 and "differs" not in seen.printed and "step 2/2" in seen.printed, seen.printed
+    shutil.rmtree(constants.HF_HUB_CACHE)  # as on another machine, which cannot know which branch the run was given
+    place.set(train__steps=3, model__path=MODEL)
     seen = run_here("pretrain_lora", [*place.arguments(), "--download"], capsys)
     assert seen.status == 0 and "data.train differs from the data that" in seen.printed, seen.printed
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stream", ["", "?stream=true"])
+def test_two_ranks(
+    stream: str, hub: LocalHub, place: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They train as one process does on a local file, and one of them asks the hub."""
+    records = [{"text": f"{'ab' * (1 + n % 5)} {'ba' * (1 + n % 3)} c"} for n in range(12)]
+    place.records(*records)
+    place.set(train__steps=3, train__global_batch_size=4)
+    assert run_here("pretrain_lora", place.arguments(), capsys).status == 0
+    hub.dataset(NAME, {"a/train-0.jsonl": _jsonl(records[:7]), "a/train-1.jsonl": _jsonl(records[7:])})
+    hub.model(MODEL, files_of(place.model))
+    place.set(model__path=MODEL, data__train=f"hub:{NAME}{stream}", checkpoint__dir=tmp_path / "two")
+    own = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*launcher, "rankfold", "train", *place.arguments(), "--download"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_CACHE": str(tmp_path / "home" / "hub"), **own},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0 and "2 ranks" in done.stderr, done.stderr
+    one, two = losses(tmp_path / "run"), losses(tmp_path / "two")
+    # float32 sums of two halves in another order
+    assert len(one) == 3 and one == pytest.approx(two, rel=1e-5)
+    assert hub.seen[f"GET /api/models/{MODEL}/revision/main"] + hub.seen[f"GET /api/models/{MODEL}"] == 1
+    assert sum(count for asked, count in hub.seen.items() if asked.endswith("/model.safetensors")) <= 2

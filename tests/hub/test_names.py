@@ -38,7 +38,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         ("generate", ["--model", MODEL, "--prompt", "a"]),
         ("generate", ["--model", "{model}", "--adapter", MODEL, "--prompt", "a"]),
         ("plan", ["memory", "--model", MODEL, "--gpus", "1", "--gpu-memory", "80", "--seq-length", "128"]),
-        ("preprocess", ["{train}", "--tokenizer", MODEL, *OUT]),
+        pytest.param("preprocess", ["{train}", "--tokenizer", MODEL, *OUT], marks=pytest.mark.slow),
+        ("export", [MODEL, "--merged", *OUT]),
+        ("serve", ["--model", MODEL]),
+        ("chat", [MODEL]),
     ],
 )
 def test_models(tool: str, words: list[str], place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,12 +56,17 @@ def test_models(tool: str, words: list[str], place: Workplace, capsys: pytest.Ca
     [
         ("pretrain_lora", ["--model.path", "{model}", "--data.train", DATA]),
         ("pretrain_lora", ["--model.path", "{model}", "--data.train", "{train}", "--data.validation", DATA]),
-        ("preprocess", [DATA, "--tokenizer", "{model}", *OUT]),
     ],
 )
 def test_data(tool: str, words: list[str], place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
     seen = run_here(tool, [word.format(model=place.model, train=place.train) for word in words], capsys)
     assert seen.status == 2 and LOAD_DATA in seen.sentence, seen.printed
+
+
+@pytest.mark.parametrize("name", [DATA, f"hub:{DATA}"])
+def test_a_store_of_data(name: str, place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = run_here("preprocess", [name, "--tokenizer", place.model, *OUT], capsys)
+    assert seen.status == 2 and f"give hub:{DATA} as data.train of a run, which tokenises it" in seen.sentence
 
 
 def test_what_the_cache_lacks_is_named(place: Workplace, tmp_path: Path) -> None:

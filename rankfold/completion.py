@@ -33,9 +33,10 @@ _DIVIDED = """
 # bash divides --option=VALUE at the "=": the function above sees --option VALUE.
 _rankfold_completion() {
   local -a words=()
-  local word
+  local word last=
   for word in "${COMP_WORDS[@]:0:COMP_CWORD + 1}"; do
-    [[ $word == "=" && ${#words[@]} -gt 0 && ${words[-1]} == --* ]] || words+=("$word")
+    [[ $word == "=" && $last == --* ]] || words+=("$word")
+    last=$word
   done
   [[ ${COMP_WORDS[COMP_CWORD]} != "=" ]] || words+=("")
   local -a COMP_WORDS=("${words[@]}")

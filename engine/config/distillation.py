@@ -7,8 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from engine.config.checks import require
-from engine.config.option import REPORTED, option
+from engine.choices import ServerKind
+from engine.config.checks import require, require_choices, require_positive
+from engine.config.option import IGNORED, REPORTED, option
+from engine.config.rollout import is_web_address
 
 BASE = "base"
 """Names the trained model without its adapters as a teacher."""
@@ -23,23 +25,41 @@ class DistillationOptions:
     (on-policy distillation, arXiv 2306.13649).
 
     Args:
-        teachers: Models that teach: folders of Hugging Face checkpoints, of PEFT adapters on model.path, or of runs;
-            base is model.path without adapters. They have the tokenizer of the model, and are computed in the run's
-            layout and precision. With teachers, rollout.rewards may be [].
+        teachers: Models that teach: folders of Hugging Face checkpoints, of PEFT adapters on model.path, or of runs,
+            which are computed in the run's layout and precision; base is model.path without adapters. Or addresses of
+            vLLM or SGLang servers, such as http://10.0.0.7:8000, which get the API key in RANKFOLD_SERVER_KEY. All
+            have the tokenizer of the model. With teachers, rollout.rewards may be [].
         weights: Weights of distillation.teachers, in their order; [] weighs each with 1.
         discount: Share in a token's advantage of the difference of the token after it, and so on with powers of it; 0
             counts each token's own difference alone.
+        server_kind: Kind of the servers among them, "vllm" or "sglang".
+        server_timeout: Seconds that a call of a server, for one completion, may take with all its attempts.
     """
 
     teachers: tuple[str, ...] = option((), REPORTED)
     weights: tuple[float, ...] = option((), REPORTED)
     discount: float = option(0.0, REPORTED)
+    server_kind: ServerKind = option("vllm", IGNORED)
+    server_timeout: float = option(600.0, IGNORED)
 
     def __post_init__(self) -> None:
+        require_choices("distillation", self)
+        require_positive("distillation.server_timeout", self.server_timeout, "use for example 600")
         teachers, weights = self.teachers, self.weights
         require(
             not isinstance(teachers, str) and all(teachers),
             f"distillation.teachers is {teachers!r}, but a list of folders is expected: write for example [teacher].",
+        )
+        wrong_url = next((one for one in teachers if is_server(one) and not is_web_address(one)), None)
+        require(
+            wrong_url is None,
+            f"distillation.teachers has {wrong_url}, but the address of a server is expected: write for example "
+            "http://10.0.0.7:8000.",
+        )
+        require(
+            not any("@" in one for one in teachers if is_server(one)),
+            "distillation.teachers has a user name or a password before an @, which would be in files and in the log: "
+            "remove them, and export an API key as RANKFOLD_SERVER_KEY.",
         )
         twice = next((text for text, count in Counter(teachers).items() if count > 1), None)
         require(twice is None, f"distillation.teachers has {twice} twice: remove one, and raise the other's weight.")
@@ -70,3 +90,8 @@ class DistillationOptions:
         """The teachers' names in reports: the last part of each path, and where several have the same, the path."""
         last = [PurePath(teacher).name or teacher for teacher in self.teachers]
         return tuple(name if last.count(name) == 1 else path for name, path in zip(last, self.teachers, strict=True))
+
+
+def is_server(teacher: str) -> bool:
+    """Returns whether an entry of distillation.teachers is meant as the address of a server."""
+    return teacher.startswith(("http://", "https://"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.config.checks import require
 from engine.config.data import split_mix
-from engine.config.distillation import BASE
+from engine.config.distillation import BASE, is_server
 from engine.config.hub import DATA_PREFIX, instead_of
 from engine.config.matching import matches_target
 from engine.config.option import changed
@@ -78,7 +78,7 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
             "program, as train(config, rewards=[...]), or name a file, as FILE.py:NAME.",
         )
     for teacher in config.distillation.teachers:
-        if teacher != BASE:
+        if teacher != BASE and not is_server(teacher):
             _require_folder("distillation.teachers", teacher, "a model, of a PEFT adapter or of a run")
     for entry in config.data.mix:
         _require_file("a path of data.mix", split_mix(entry)[0], supplied)

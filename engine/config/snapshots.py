@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.config.distillation import BASE
+from engine.config.distillation import BASE, is_server
 from engine.config.hub import DATA_PREFIX, HubName, Need, local_folder, parse_name, recorded
 from engine.config.run import RunConfig
 from engine.config.run_files import CHECKPOINTS, CONFIG
@@ -43,7 +43,9 @@ def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfi
         found = replace(found, lora=replace(found.lora, init_from=_folder(config, adapter, "adapter", before)))
     teachers = config.distillation.teachers
     if teachers:
-        named = tuple(one if one == BASE else _folder(config, one, "model", before) for one in teachers)
+        named = tuple(
+            one if one == BASE or is_server(one) else _folder(config, one, "model", before) for one in teachers
+        )
         found = replace(found, distillation=replace(found.distillation, teachers=named))
     return _with_data(found, before)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from engine.config.checks import require
-from engine.config.distillation import BASE
+from engine.config.distillation import BASE, is_server
 from engine.config.run import RunConfig
 
 
@@ -129,6 +129,11 @@ def _check_teachers(config: RunConfig) -> None:
         loss != "vespo",
         f"objective.loss_type is {loss}, which weighs whole completions by the sign of their advantage, and "
         "distillation.teachers gives advantages to single tokens: choose another loss, such as dapo.",
+    )
+    require(
+        config.rollout.temperature == 1 or not any(map(is_server, teachers)),
+        f"rollout.temperature is {config.rollout.temperature} and distillation.teachers has a server, which gives the "
+        "log-probabilities of prompts at temperature 1: set rollout.temperature to 1, or name a folder.",
     )
     require(
         BASE not in teachers or (config.lora.rank > 0 and not config.trainable and config.lora.init_from is None),

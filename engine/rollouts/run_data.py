@@ -26,9 +26,6 @@ from engine.telemetry.progress import Progress
 from engine.training.build import Training
 from engine.training.run_data import Supplied
 
-_COMPARED = 16
-"""Prompts whose text is given to the tokenizers of teachers."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptData:
@@ -124,8 +121,7 @@ def read_prompt_data(
             "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
         )
     check_rewards(config, launch, prompts.columns, supplied.rewards)
-    texts = [tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED]]
-    check_teachers(config, launch, model, tokenizer, texts, log.info)
+    check_teachers(config, launch, model, tokenizer, prompts.prompts, log.info)
     if rollout.server is not None:
         check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
     loader = PromptLoader(

@@ -128,6 +128,8 @@ class RolloutSource:
 
     def __exit__(self, *error: object) -> None:
         self._scorer.close()
+        if self._teachers is not None:
+            self._teachers.close()
         self._sampler.close(failed=error[0] is not None)
 
     def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:

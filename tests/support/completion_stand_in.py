@@ -69,6 +69,8 @@ class StandIn:
     adapters: dict[str, str] = field(default_factory=dict)
     mangle: Callable[[dict[str, Any]], None] | None = None
     """Changes the answer of a completion."""
+    mangles_base: bool = False
+    """Whether also without adapter."""
 
     def __enter__(self) -> Self:
         from peft import PeftModel
@@ -243,24 +245,39 @@ class StandIn:
             longest = min(longest, CONTEXT - len(ids))
             tokens, logps, rows = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
         answer: dict[str, Any]
-        if self.kind == "vllm":
+        if self.kind == "vllm" and body.get("prompt_logprobs") is not None:
+            entries = [
+                None if logp is None else {str(token): {"logprob": logp, "rank": 1, "decoded_token": ""}}
+                for token, logp in zip(ids, self._of_text(model, ids), strict=True)
+            ]
+            answer = {"object": "text_completion", "choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
+        elif self.kind == "sglang" and body.get("logprob_start_len") == 0:
+            facts = {
+                "input_token_logprobs": [[p, t, None] for t, p in zip(ids, self._of_text(model, ids), strict=True)]
+            }
+            answer = {"text": "", "output_ids": tokens, "meta_info": facts}
+        elif self.kind == "vllm":
             choice = {"index": 0, "text": "", "logprobs": self._told(tokens, logps, rows, body), "stop_reason": None}
             choice |= {"finish_reason": "stop" if tokens[-1] in ends else "length"}
             choice |= {"token_ids": tokens if body.get("return_token_ids") else None}
             answer = {"id": "cmpl-1", "object": "text_completion", "model": name or "base", "choices": [choice]}
         else:
-            facts: dict[str, Any] = {
-                "output_token_logprobs": [[p, t, None] for p, t in zip(logps, tokens, strict=True)]
-            }
+            facts = {"output_token_logprobs": [[p, t, None] for p, t in zip(logps, tokens, strict=True)]}
             if wanted := body.get("top_logprobs_num"):
                 facts["output_top_logprobs"] = [
                     [[float(row[token]), int(token), None] for token in row.argsort(descending=True)[:wanted]]
                     for row in rows
                 ]
             answer = {"text": "", "output_ids": tokens, "meta_info": facts}
-        if self.mangle is not None and name is not None:
+        if self.mangle is not None and (name is not None or self.mangles_base):
             self.mangle(answer)
         return 200, answer
+
+    @torch.no_grad()
+    def _of_text(self, model: Any, ids: list[int]) -> list[float | None]:
+        """The log-probability of each token of a text, at temperature 1 as both servers give it."""
+        logps = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        return [None, *logps[range(len(ids) - 1), ids[1:]].tolist()]
 
     def _told(self, tokens: list[int], logps: list[float], rows: list[Tensor], body: dict[str, Any]) -> dict[str, Any]:
         """The log-probabilities of a choice: of each token, and of the likeliest by their texts."""

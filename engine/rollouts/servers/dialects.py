@@ -139,6 +139,18 @@ class Dialect(Protocol):
         """
         ...
 
+    def score(self, model: str, ids: Sequence[int]) -> Call:
+        """Returns a call for the log-probability of each token of a text at temperature 1, without adapter."""
+        ...
+
+    def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        """Reads the answer to `score`: the log-probability of each token after the first.
+
+        Raises:
+            UserError: it lacks log-probabilities, has them of other tokens, or impossible ones.
+        """
+        ...
+
     def load(self, adapter: str, folder: str) -> Call:
         """Returns the call that loads an adapter from a folder under a name."""
         ...
@@ -210,6 +222,20 @@ class Vllm:
         # the sampled token is among them, wherever it ranks
         return _largest(_first(given, "top_logprobs").values(), "top_logprobs")
 
+    def score(self, model: str, ids: Sequence[int]) -> Call:
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, "temperature": 1.0, **_NEUTRAL}
+        body |= {"top_k": 0, "top_p": 1.0, "prompt_logprobs": 0}  # of the token that stands there alone
+        return Call("/v1/completions", body, _most_bytes(len(ids) + 1))
+
+    def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        given = _first(answer, "choices").get("prompt_logprobs")
+        entries = given if isinstance(given, list) else []
+        found = []
+        for token, entry in zip(ids[1:], entries[1:], strict=False):
+            told = entry.get(str(token)) if isinstance(entry, dict) else None
+            found.append(told.get("logprob") if isinstance(told, dict) else None)
+        return _text_logps(found, len(ids), "prompt_logprobs")
+
     def load(self, adapter: str, folder: str) -> Call:
         return Call("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
 
@@ -266,6 +292,21 @@ class Sglang:
         (first, *_) = self._entries(answer, "output_top_logprobs") or [None]
         found = [one[0] for one in first if isinstance(one, list) and one] if isinstance(first, list) else []
         return _largest(found, "output_top_logprobs")
+
+    def score(self, model: str, ids: Sequence[int]) -> Call:
+        sampling = {"max_new_tokens": 1, "n": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
+        body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        return Call("/generate", body, _most_bytes(len(ids) + 1))
+
+    def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        name = "input_token_logprobs"
+        entries = self._entries(answer, name) or []
+        entries = entries[-(len(ids) - 1) :] if len(ids) > 1 else []
+        found = [
+            entry[0] if isinstance(entry, list) and len(entry) > 1 and entry[1] == token else None
+            for token, entry in zip(ids[1:], entries, strict=False)
+        ]
+        return _text_logps(found, len(ids), name)
 
     def load(self, adapter: str, folder: str) -> Call:
         return Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
@@ -338,6 +379,29 @@ def _completion(tokens: tuple[str, list[Any]], logps: tuple[str, list[Any]]) -> 
                 one,
             )
     return Answer(tuple(ids), tuple(map(float, values)))
+
+
+def _text_logps(found: Sequence[object], length: int, name: str) -> list[float]:
+    """Returns the log-probabilities of a text's tokens after the first.
+
+    Args:
+        found: of each; None where the answer has none of that token.
+        length: tokens of the text.
+        name: of the field.
+
+    Raises:
+        UserError: one is absent or impossible.
+    """
+    if len(found) != length - 1 or any(one is None for one in found):
+        raise UserError(
+            f"the answer has no {name} of all tokens that were sent: see that the server's kind is right, and that "
+            "nothing between here and the server drops them"
+        )
+    for one in found:
+        if not is_number(one) or one > ROUNDING:
+            raise WrongValue(f"{name} has {{}} for a log-probability, and numbers up to 0 are expected", one)
+    # a teacher may think a token impossible that was sampled
+    return [max(float(one), LEAST_LOGP) for one in found if is_number(one)]
 
 
 def _largest(found: Iterable[object], name: str) -> list[float]:

@@ -10,7 +10,7 @@ from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
-from engine.config.distillation import BASE
+from engine.config.distillation import BASE, is_server
 from engine.config.run import RunConfig
 from engine.conversion.proof import Live
 from engine.inference.options import ModelChoice
@@ -80,7 +80,7 @@ def companions(config: RunConfig) -> Iterator[Companion]:
     """Yields the teachers of a run that lie on its devices, for the planner; see
     `engine.config.objective.ObjectiveKind`."""
     for teacher in config.distillation.teachers:
-        if teacher != BASE:
+        if teacher != BASE and not is_server(teacher):
             _, live, _, _ = live_sources(model_choice(config, Path(teacher)), Log(rank=1))
             yield Companion(live.config, live.plan)
 

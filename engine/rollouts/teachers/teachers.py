@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.model_folder import ModelFolder
-from engine.config.distillation import BASE
+from engine.config.distillation import BASE, is_server
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
+from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.teachers.model import build_teacher, model_choice, open_teacher
+from engine.rollouts.teachers.served import ServedTeacher, TeacherServer
 from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training
-from engine.training.rank_stages import Stages
 
 _QUIET = Log(rank=1)
+_COMPARED = 16
+"""Prompts whose text is given to the tokenizers of teachers."""
 
 
 class Teachers:
@@ -34,26 +38,36 @@ class Teachers:
 
     def __init__(self, config: RunConfig, launch: Launch, training: Training) -> None:
         self._config, self._training = config, training
-        self._stages: list[Stages | None] = []
-        """None for the trained model without its adapters."""
         log = Log(launch.rank)
+        self._served: list[ServedTeacher] = []
+        self._ask: list[Callable[[TokenDataset], NDArray[np.float32]]] = []
         for teacher in config.distillation.teachers:
             if teacher == BASE:
-                self._stages.append(None)
-                continue
-            opened = open_teacher(config, Path(teacher), launch.world_size, log)
-            self._stages.append(build_teacher(opened, launch, training, log))
+                self._ask.append(self._of_base)
+            elif is_server(teacher):
+                self._served.append(ServedTeacher(config, launch, teacher))
+                self._ask.append(self._served[-1].logps)
+            else:
+                opened = open_teacher(config, Path(teacher), launch.world_size, log)
+                stages = build_teacher(opened, launch, training, log)
+                self._ask.append(partial(token_logps, config, training.mesh, stages))
 
     def logps(self, dataset: TokenDataset) -> NDArray[np.float32]:
         """Returns float32 [K, T], the log-probability of each token of a data set under each teacher, at the rollouts'
-        temperature; 0 where it is no target."""
-        mesh, own = self._training.mesh, self._training.stages
-        return np.stack(
-            [
-                token_logps(self._config, mesh, own if stages is None else stages, dataset, adapters=stages is not None)
-                for stages in self._stages
-            ]
-        )
+        temperature; arbitrary where it is no target.
+
+        Raises:
+            UserError: a server fails; on all ranks.
+        """
+        return np.stack([ask(dataset) for ask in self._ask])
+
+    def close(self) -> None:
+        """Ends calls under way."""
+        for one in self._served:
+            one.close()
+
+    def _of_base(self, dataset: TokenDataset) -> NDArray[np.float32]:
+        return token_logps(self._config, self._training.mesh, self._training.stages, dataset, adapters=False)
 
 
 def check_teachers(
@@ -61,14 +75,14 @@ def check_teachers(
     launch: Launch,
     model: ModelFolder,
     tokenizer: Tokenizer,
-    texts: Sequence[str],
+    prompts: Sequence[Prompt],
     say: Callable[[str], None],
 ) -> None:
     """Checks that the teachers of a run can judge its tokens. Collective.
 
     Args:
         model, tokenizer: that are trained.
-        texts: of some prompts.
+        prompts: of the run.
         say: prints a line on rank 0.
 
     Raises:
@@ -78,6 +92,12 @@ def check_teachers(
         if teacher == BASE:
             say("teacher base: the model without its adapters")
             continue
+        if is_server(teacher):
+            note, problem = _server_problem(config, teacher, tokenizer, prompts) if launch.rank == 0 else (None, None)
+            if (told := broadcast_object(problem)) is not None:
+                raise UserError(str(told))
+            say(f"teacher {name}: a server{'' if note is None else f'; {note}'}")
+            continue
         opened = open_teacher(config, Path(teacher), launch.world_size, _QUIET)
         found = opened.live.config
         if found.vocab_size < model.decoder.vocab_size:
@@ -85,10 +105,28 @@ def check_teachers(
                 f"distillation.teachers has {teacher}, whose vocabulary has {found.vocab_size} entries, and that of "
                 f"{config.model.path} has {model.decoder.vocab_size}: choose a teacher of the same family."
             )
-        problem = _other_tokens(config, teacher, tokenizer, texts) if launch.rank == 0 else None
+        problem = _other_tokens(config, teacher, tokenizer, _texts(tokenizer, prompts)) if launch.rank == 0 else None
         if (told := broadcast_object(problem)) is not None:
             raise UserError(str(told))
         say(f"teacher {name}: {found.family}, {found.num_layers} layers of {found.hidden}")
+
+
+def _texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns the texts that tokenizers are compared with."""
+    return [tokenizer.decode(prompt.ids) for prompt in prompts[:_COMPARED]]
+
+
+def _server_problem(
+    config: RunConfig, url: str, tokenizer: Tokenizer, prompts: Sequence[Prompt]
+) -> tuple[str | None, str | None]:
+    """Returns a note on a server, and the reason why it cannot teach; None where there is none."""
+    server = TeacherServer(config, url)
+    try:
+        return server.check(tokenizer, _texts(tokenizer, prompts), prompts[0].ids), None
+    except UserError as error:
+        return None, str(error)
+    finally:
+        server.close()
 
 
 def _other_tokens(config: RunConfig, teacher: str, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:

@@ -1,7 +1,4 @@
-"""The Containerfile: what it copies is what is installed, users and versions are fixed, and hadolint has no complaint.
-
-The images themselves are built by `tests/end_to_end/test_container_build.py`.
-"""
+"""The Containerfile: it copies what is installed, users and versions are fixed, and hadolint has no complaint."""
 
 from __future__ import annotations
 

@@ -62,8 +62,11 @@ def _available_bytes() -> int:
     """Returns the memory that the system could give to files without taking any from programs; 0 where it does not
     say.
     """
-    path = Path("/proc/meminfo")
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024

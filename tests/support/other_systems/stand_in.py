@@ -68,8 +68,7 @@ def install(system: str) -> None:
     views = _windows() if system == "win32" else _macos()
     views["sys"] = View(sys, instead={"platform": system, "addaudithook": lambda hook: None})
     missing = NOT_ON_WINDOWS if system == "win32" else ()
-    if system == "win32":
-        pathlib.os = View(os, instead=_FILES)  # type: ignore[attr-defined]
+    pathlib.os = View(os, instead=_FILES if system == "win32" else {"stat": _stat_without_proc})  # type: ignore[attr-defined]
     really = builtins.__import__
 
     def importing(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
@@ -234,6 +233,12 @@ class _Status:
         if name in ("st_blocks", "st_blksize", "st_rdev"):
             raise AttributeError(name)
         return getattr(self._real, name)
+
+
+def _stat_without_proc(path: Any, *rest: Any, **keywords: Any) -> os.stat_result:
+    if not isinstance(path, int) and os.fspath(path).startswith("/proc/"):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+    return os.stat(path, *rest, **keywords)
 
 
 def _without_blocks(call: Callable[..., os.stat_result]) -> Callable[..., Any]:

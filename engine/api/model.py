@@ -232,7 +232,8 @@ class Model:
         """Continues as `generate` does, and returns the answers with their tokens and how likely these were.
 
         Args:
-            prompts, options: as for `generate`.
+            prompts: as for `generate`.
+            options: as for `generate`.
 
         Raises:
             UserError: as `generate`.

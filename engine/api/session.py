@@ -69,7 +69,12 @@ class Session:
         """Prepares the run for its first step, or for the one after its last checkpoint.
 
         Args:
-            config, listener, data, mix, validation, rewards: as for `train`.
+            config: as for `train`.
+            listener: as for `train`.
+            data: as for `train`.
+            mix: as for `train`.
+            validation: as for `train`.
+            rewards: as for `train`.
 
         Raises:
             UserError: as `train`, or no step is left.
@@ -246,7 +251,9 @@ class Session:
 
         Args:
             out: folder to make.
-            format, base_name, overwrite: as for `engine.api.export`.
+            format: as for `engine.api.export`.
+            base_name: as for `engine.api.export`.
+            overwrite: as for `engine.api.export`.
 
         Returns:
             `out`.

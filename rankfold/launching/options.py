@@ -82,7 +82,10 @@ def _add_life(group: argparse._ArgumentGroup) -> None:
         "--grace", type=int, default=300, metavar="SECONDS", help="time for the save after a signal (default 300)"
     )
     group.add_argument(
-        "--run-dir", type=path_text, metavar="DIR", help="the run's folder, on storage that all nodes share"
+        "--run-dir",
+        type=path_text,
+        metavar="DIR",
+        help="the run's folder, on storage that all nodes share; wins over checkpoint.dir of the run file",
     )
 
 
@@ -336,7 +339,7 @@ def _job(arguments: argparse.Namespace, text: str, run: Sequence[str], config: R
         nodes=arguments.nodes,
         gpus=arguments.gpus_per_node,
         ranks=ranks,
-        run_dir=_run_dir(arguments, config),
+        run_dir=_run_dir(arguments, run, config),
         python=arguments.python or sys.executable,
         port=arguments.port,
         seconds=arguments.time,
@@ -362,10 +365,10 @@ def _job(arguments: argparse.Namespace, text: str, run: Sequence[str], config: R
     )
 
 
-def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> str | None:
-    """Returns the folder of the run: a job that starts again has to find it."""
-    if arguments.run_dir is not None and config.checkpoint.dir is not None:
-        raise UserError("--run-dir and checkpoint.dir are both given: leave one of them out.")
+def _run_dir(arguments: argparse.Namespace, run: Sequence[str], config: RunConfig) -> str | None:
+    """Returns the folder of the run, which a job that starts again has to find; --run-dir wins over the run file."""
+    if arguments.run_dir is not None and any(word.partition("=")[0] == "--checkpoint.dir" for word in run):
+        raise UserError("--run-dir and --checkpoint.dir are both given: leave one of them out.")
     found = arguments.run_dir or config.checkpoint.dir
     if found is None and arguments.target != "slurm":
         raise UserError(

@@ -203,7 +203,7 @@ def test_the_example_is_the_template() -> None:
         ("jobset --image a --secret HF_TOKEN=hf_ABCdef", "the name of a secret and never its value"),
         ("jobset --image a --name Big_Run", "at most 40 lower-case letters"),
         ("jobset --image a --toleration gpu:Never", "KEY[=VALUE][:EFFECT]"),
-        ("jobset --image a --run-dir x", "--run-dir and checkpoint.dir are both given"),
+        ("jobset --image a --run-dir x --checkpoint.dir y", "--run-dir and --checkpoint.dir are both given"),
         ("skypilot --setup x", "--accelerator is not given"),
         ("skypilot --accelerator H100", "neither --image nor --setup is given"),
         ("slurm --gpu-memory 80", "--gpu-memory is for --plan"),
@@ -225,6 +225,11 @@ def test_every_option_says_whose_it_is() -> None:
     """The table names options that exist."""
     known = {action.dest for action in build_parser(None)._actions}
     assert {*ONLY} <= known and all({*targets} <= {*TARGETS} for targets in ONLY.values())
+
+
+def test_a_folder_that_is_given_wins_over_the_run_files(folder: Path) -> None:
+    words = command_in("jobset", written("jobset", "--run-dir", "/shared/other"))
+    assert words[words.index("--checkpoint.dir") + 1] == "/shared/other"
 
 
 def test_a_run_without_a_folder_is_refused(folder: Path) -> None:

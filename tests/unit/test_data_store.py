@@ -29,6 +29,7 @@ from engine.data.work_units import plan_units
 from engine.errors import UserError
 from engine.files.staging import staged_folder
 from tests.support.commands import REPOSITORY
+from tests.support.megatron_data import write_megatron
 
 
 @pytest.fixture
@@ -201,26 +202,12 @@ def test_what_is_no_store_is_refused(tmp_path: Path, data_dir: Path, tokenizer_d
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-def _write_megatron(path: Path, sequences: list[list[int]], boundaries: list[int], code: int, dtype: type) -> None:
-    """The format of Megatron's indexed data, version 1, spelled out."""
-    lengths = [len(sequence) for sequence in sequences]
-    pointers = [sum(lengths[:n]) * np.dtype(dtype).itemsize for n in range(len(lengths))]
-    path.with_suffix(".bin").write_bytes(b"".join(np.array(sequence, dtype).tobytes() for sequence in sequences))
-    path.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, code, len(lengths), len(boundaries))
-        + struct.pack(f"<{len(lengths)}i", *lengths)
-        + struct.pack(f"<{len(lengths)}q", *pointers)
-        + struct.pack(f"<{len(boundaries)}q", *boundaries)
-    )
-
-
 @pytest.mark.parametrize(("code", "dtype"), [(8, np.uint16), (4, np.int32), (5, np.int64), (1, np.uint8)])
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_megatron_files(suffix: str, code: int, dtype: type, tmp_path: Path) -> None:
     """Sequences 0 and 1 make the first document, 2 the second; each token but a document's first is learnt once."""
     sequences = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16]]
-    _write_megatron(tmp_path / "corpus", sequences, [0, 2, 3], code, dtype)
+    write_megatron(tmp_path / "corpus", sequences, [0, 2, 3], code, dtype)
     store = open_store((tmp_path / "corpus").with_suffix(suffix))
     assert store.offsets.tolist() == [0, 5, 12] and store.max_token == 16
     data = stored_dataset(tmp_path / "corpus.bin", tokenizer=None, seq_length=4, overlong="cut")
@@ -231,7 +218,7 @@ def test_megatron_files(suffix: str, code: int, dtype: type, tmp_path: Path) -> 
 
 
 def test_damaged_megatron_files(tmp_path: Path) -> None:
-    _write_megatron(tmp_path / "a", [[1, 2], [3]], [0, 1, 2], 4, np.int32)
+    write_megatron(tmp_path / "a", [[1, 2], [3]], [0, 1, 2], 4, np.int32)
     index = (tmp_path / "a.idx").read_bytes()
     for damaged, sentence in (
         (b"NOTINDEX\x00" + index[9:], "is not an index of Megatron's"),

@@ -44,7 +44,8 @@ class RunSummary:
             steps.
         how_far: the share of the whole run that has been done.
         eval_losses: step and loss of the first and the last evaluation of this start.
-        tokens, seconds: of this start's steps.
+        tokens: of this start's steps.
+        seconds: of this start's steps.
         memory: peak bytes held by this rank.
         data_stall: seconds that steps waited for data.
         graphs: the counts of micro-batches that were replayed as a graph, and of others.

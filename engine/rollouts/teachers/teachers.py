@@ -24,7 +24,6 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training
 
-_QUIET = Log(rank=1)
 _COMPARED = 16
 """Prompts whose text is given to the tokenizers of teachers."""
 
@@ -98,7 +97,7 @@ def check_teachers(
                 raise UserError(str(told))
             say(f"teacher {name}: a server{'' if note is None else f'; {note}'}")
             continue
-        opened = open_teacher(config, Path(teacher), launch.world_size, _QUIET)
+        opened = open_teacher(config, Path(teacher), launch.world_size, Log(rank=1))
         found = opened.live.config
         if found.vocab_size < model.decoder.vocab_size:
             raise UserError(

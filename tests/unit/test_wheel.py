@@ -8,6 +8,7 @@ from __future__ import annotations
 import configparser
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,13 @@ def test_what_it_says_of_itself(wheel: Path) -> None:
     assert of["train"] == {"peft"}
     assert of["all"] == set().union(*(of[extra] for extra in of.keys() - {"all", "docs", "release", "test"}))
     assert {"peft", "starlette", "wandb"} <= of["all"] and "pytest" not in of["all"]
+
+
+def test_the_install_page_names_all_extras(wheel: Path) -> None:
+    page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    table = page[page.index("## Extras") : page.index("## An sdist")]
+    named = {name for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(_metadata(wheel).get_all("Provides-Extra", []))
 
 
 def test_checkpoints_record_the_same_version() -> None:

@@ -286,8 +286,13 @@ def check_layout(config: RunConfig) -> None:
     """Checks that the base stays where it is.
 
     Raises:
-        UserError: its weights move, or a step is a graph.
+        UserError: its weights move, a step is a graph, or more than adapters trains.
     """
+    if config.objective.kind.head is not None:
+        raise UserError(
+            f"objective.name is {config.objective.name}, whose head trains in full, but runs that share a base train "
+            "adapters alone: train it in a run of its own."
+        )
     for option, value, needed in (
         ("parallel.shard", config.parallel.shard == "parameters", "optimizer or none"),
         ("memory.offload_weights", config.memory.offload_weights, "false"),

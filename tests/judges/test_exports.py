@@ -171,3 +171,15 @@ def test_a_wrong_margin_is_refused(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     said = train(workspace, "no", 2, data__train=tmp_path / "pairs.jsonl")
     assert "pairs.jsonl line 1: field 'margin' is 'much', expected a number; correct the record." in said
+
+
+def test_runs_over_one_base_are_refused(workspace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "runs.yaml"
+    file.write_text(
+        f"model: {{path: {workspace / 'model'}}}\ndata: {{train: {workspace / 'pairs.jsonl'}}}\n"
+        f"objective: {{name: reward}}\ncheckpoint: {{dir: {tmp_path / 'runs'}}}\ntrain: {{steps: 1}}\n"
+        "adapters:\n  - {name: a}\n  - {name: b}\n",
+        encoding="utf-8",
+    )
+    done = run_tool("pretrain_lora", "--config", file, status=2)
+    assert "objective.name is reward, whose head trains in full, but runs that share a base" in done.stderr

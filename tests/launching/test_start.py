@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,23 @@ def test_what_is_refused(words: str, sentence: str) -> None:
 def test_refused_under_torchrun() -> None:
     with pytest.raises(UserError, match="torchrun has started this process already"):
         take_start_options("train", ["--nproc", "2"], {"TORCHELASTIC_RUN_ID": "1"})
+
+
+def test_each_meeting_has_the_address_of_the_first_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second one, to which a machine may come that was not at the first."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    from rankfold.starting.ranks import _Agent
+
+    parameters = RendezvousParameters("c10d", "localhost:0", "test", min_nodes=1, max_nodes=1, local_addr="localhost")
+    handler = registry.get_rendezvous_handler(parameters)
+    stores = []
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda *_: stores.append(handler.next_rendezvous().store))
+    for _ in range(2):
+        _Agent._rendezvous(object.__new__(_Agent), SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
+    assert [store.check(["MASTER_ADDR"]) for store in stores] == [True, True]
+    handler.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,26 @@ def asking(
         ) from None
 
 
+@contextmanager
+def answered(repo: str) -> Iterator[None]:
+    """Turns what huggingface_hub raises over an answer that is none of a hub into a sentence; around its calls alone.
+
+    Raises:
+        UserError: it did.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except (UserError, HfHubHTTPError, HFValidationError):
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{endpoint()} answers for {repo} what huggingface_hub cannot read ({type(error).__name__}: "
+            f"{_reason(error)}): this is no Hugging Face hub, or a page to log in to a network is in front of it."
+        ) from error
+
+
 def _said(error: Any) -> str:
     """Returns the hub's own words in brackets, or nothing."""
     from huggingface_hub import get_token

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import UserError
-from engine.hub.client import SECONDS, Doing, RepoKind, api, asking, endpoint
+from engine.hub.client import SECONDS, Doing, RepoKind, answered, api, asking, endpoint
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
@@ -64,7 +64,7 @@ def list_files(repo: str, revision: str | None, kind: RepoKind = "model", doing:
     Raises:
         UserError: the hub does not answer, does not have it or does not give it, or lists what no repository can hold.
     """
-    with asking(repo, revision, kind=kind, doing=doing):
+    with asking(repo, revision, kind=kind, doing=doing), answered(repo):
         info = api().repo_info(repo, revision=revision, repo_type=kind, files_metadata=True, timeout=SECONDS)
     commit = info.sha
     if not isinstance(commit, str) or _SHA1.fullmatch(commit) is None:

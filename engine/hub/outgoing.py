@@ -124,6 +124,8 @@ def _weights(folder: Path, is_adapter: bool) -> list[str]:
         )
     if absent := absent_files(folder, names):
         raise UserError(f"{folder} has no {absent[0]}, so it is not complete: export again.")
+    if links := [name for name in names if (folder / name).is_symlink()]:
+        raise UserError(f"{folder / links[0]} is a link: copy the file itself there.")
     return names
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.files.documents import read_text
 from engine.files.refusals import Unfinished
 from engine.hub.cache import CachedRepo
 from engine.hub.cards import is_ours, joined_card, own_card
-from engine.hub.client import api, asking, endpoint
+from engine.hub.client import answered, api, asking, endpoint
 from engine.hub.download import Downloads
 from engine.hub.library_lines import library_lines
 from engine.hub.listing import Listing, list_files
@@ -122,7 +123,7 @@ def _look(push: Push, log: Log) -> _Branch:
     Raises:
         UserError: it holds a model or an adapter that was not uploaded by rankfold, or is not private.
     """
-    with asking(push.repo, doing="upload"):
+    with asking(push.repo, doing="upload"), answered(push.repo):
         if not api().repo_exists(push.repo):
             return _Branch(None)
         is_new = push.branch is not None and not api().revision_exists(push.repo, push.branch)
@@ -155,7 +156,7 @@ def _card(listing: Listing, log: Log) -> str | None:
 
 def _upload(what: Outgoing, push: Push, log: Log) -> None:
     before = _look(push, log)
-    with asking(push.repo, doing="upload"):
+    with asking(push.repo, doing="upload"), answered(push.repo):
         if before.listing is None:
             api().create_repo(push.repo, private=push.private or None, exist_ok=True)
             if push.branch is not None and not api().revision_exists(push.repo, push.branch):
@@ -191,7 +192,7 @@ def _commit(files: dict[str, Path | bytes], stale: list[str], before: Listing, p
 
     operations: list[Any] = [CommitOperationAdd(name, file) for name, file in files.items()]
     operations += [CommitOperationDelete(name) for name in stale]
-    with asking(push.repo, push.branch, doing="upload"), _broken(push):
+    with asking(push.repo, push.branch, doing="upload"), answered(push.repo), _broken(push):
         info = api().create_commit(
             push.repo,
             operations,
@@ -214,7 +215,7 @@ def _broken(push: Push) -> Iterator[None]:
 
     try:
         yield
-    except HfHubHTTPError:
+    except (HfHubHTTPError, JSONDecodeError):
         raise
     except (RuntimeError, ValueError) as error:
         cause = error.__cause__

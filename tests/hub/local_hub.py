@@ -66,6 +66,7 @@ class LocalHub:
         statuses: part of an address -> status that is answered there, with `headers`.
         failures: beginning of a method and path -> statuses that are answered there, one after the other; 0 cuts the
             connection.
+        answers: part of an address -> what is answered there.
         messages: of the commits that were taken.
         seen: what was asked, by method and path; `bytes_sent` counts files' bytes.
     """
@@ -81,6 +82,7 @@ class LocalHub:
     large: dict[str, bytes] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     failures: dict[str, list[int]] = field(default_factory=dict)
+    answers: dict[str, bytes] = field(default_factory=dict)
     bytes_sent: int = 0
 
     @property
@@ -163,6 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
                 if f"{self.command} {unquote(path)}".startswith(part) and statuses:
                     self._fail(statuses.pop(0))
                     return
+            for part, answer in self.state.answers.items():
+                if part in unquote(path):
+                    self._send(200, answer, {"Content-Type": "application/json"})
+                    return
             for part, status in self.state.statuses.items():
                 if part in unquote(path):
                     raise _Refused(status, message="the hub is under maintenance" if status >= 500 else "")
@@ -177,7 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
             elif path == "/api/repos/create":
                 self._create()
             elif path == "/api/validate-yaml":
-                self._json({"errors": [], "warnings": []})
+                errors = [{"message": '"license" is none of ours'}] if b"license: wrong" in self.body else []
+                self._json({"errors": errors, "warnings": []}, 400 if errors else 200)
             elif (found := _API.fullmatch(path)) is not None:
                 self._api(found[1], found[2], found[3] or "")
             else:
@@ -380,8 +387,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.messages.append(header["summary"])
         self._json({"commitUrl": f"{self.state.address}/{name}/commit/{commit}", "commitOid": commit, "success": True})
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: object, status: int = 200) -> None:
+        self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

@@ -201,6 +201,16 @@ def test_statuses(hub: LocalHub, status: int, words: str) -> None:
         _download()
 
 
+@pytest.mark.parametrize(
+    "answer", [b"<html>Log in</html>", b"{}", b"[]", b"null", b"\xff", b'{"id": 1, "siblings": [3]}']
+)
+def test_answers_of_no_hub(hub: LocalHub, answer: bytes) -> None:
+    hub.model(NAME, _sharded())
+    hub.answers = {"/api/models/": answer}
+    with pytest.raises(UserError, match="this is no Hugging Face hub"):
+        _download()
+
+
 def test_a_status_of_a_file(hub: LocalHub) -> None:
     hub.model(NAME, _sharded())
     hub.statuses = {"/storage/": 500}

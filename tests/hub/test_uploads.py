@@ -233,13 +233,27 @@ def test_repositories_that_are_not_touched(hub: LocalHub, adapter: Path, push: A
         ("/commit/", 400, "refuses the upload to me/mine: correct what it names"),
         ("/commit/", 429, "has had too many requests from here (429)"),
         ("/commit/", 500, "answers 500 for me/mine (the hub is under maintenance): start again later"),
-        ("/validate-yaml", 400, "does not take the upload to me/mine ("),
     ],
 )
 def test_statuses(hub: LocalHub, adapter: Path, push: Any, part: str, status: int, sentence: str) -> None:
     hub.statuses = {part: status}
     _refused(push(adapter, "--push", NAME), sentence)
     assert not hub.messages
+
+
+def test_a_card_that_the_hub_refuses(hub: LocalHub, adapter: Path, push: Any) -> None:
+    (adapter / "README.md").write_text("---\nlicense: wrong\n---\n")
+    sentence = 'refuses the upload to me/mine ("license" is none of ours): correct what it names'
+    _refused(push(adapter, "--push", NAME), sentence)
+
+
+@pytest.mark.parametrize("answer", [b"<html>Log in</html>", b"{}", b"[]", b"null"])
+@pytest.mark.parametrize("part", ["/preupload/", "/commit/", "/objects/batch", "/api/models/", "/api/repos/create"])
+def test_answers_of_no_hub(hub: LocalHub, adapter: Path, push: Any, part: str, answer: bytes) -> None:
+    hub.answers = {part: answer}
+    seen = push(adapter, "--push", NAME)
+    assert seen.status == 2 and "me/mine" in seen.sentence, seen.printed
+    assert "this is no Hugging Face hub" in seen.sentence or "does not take the upload" in seen.sentence
 
 
 def test_a_hub_without_xet(hub: LocalHub, adapter: Path, push: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +309,9 @@ def test_links_and_origins(hub: LocalHub, adapter: Path, place: Workplace, push:
         ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"
     }  # fmt: skip
     assert json.loads(files["tokenizer_config.json"]) == {"a": 1}
+    (adapter / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
+    (adapter / "adapter_model.safetensors").symlink_to(tmp_path / "elsewhere")
+    _refused(push(adapter, "--push", NAME), "adapter_model.safetensors is a link: copy the file itself there.")
     (adapter / "adapter_model.safetensors").unlink()
     _refused(push(adapter, "--push", NAME), "has no adapter_model.safetensors, so it is not complete: export again.")
 

@@ -34,7 +34,9 @@ def navigation(root: Path) -> list[dict[str, Any]]:
 
 def _examples(root: Path) -> list[Any]:
     text = (root / "docs" / EXAMPLES).read_text(encoding="utf-8")
-    return [EXAMPLES, *dict.fromkeys(site_path(page) for page in linked_files(text, f"docs/{EXAMPLES}"))]
+    # pages of docs/ have places of their own
+    outside = [page for page in linked_files(text, f"docs/{EXAMPLES}") if not page.startswith("docs/")]
+    return [EXAMPLES, *dict.fromkeys(map(site_path, outside))]
 
 
 def _from_code() -> list[Any]:

@@ -62,4 +62,6 @@ DECODE_GRAPHS: tuple[DecodeGraph, ...] = get_args(DecodeGraph)
 ServerKind = Literal["vllm", "sglang"]
 """Whose server samples completions."""
 Mismatch = Literal["warn", "correct", "stop"]
+ToolFormat = Literal["hermes", "qwen_xml", "llama", "mistral", "harmony"]
+"""How a model writes calls of tools."""
 """What is done where a server's log-probabilities are not the trainer's."""

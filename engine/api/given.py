@@ -22,6 +22,10 @@ Data = Records | AnyPath
 these; or the path of a file of records."""
 Reward = Callable[..., Any] | str
 """A function that scores completions, called as TRL calls it, or an entry as rollout.rewards has it."""
+Tool = Callable[..., Any] | str
+"""A function that a model may call, or an entry as rollout.tools has it."""
+Environment = Callable[[], Any] | str
+"""What makes an environment, or the name of such a class as rollout.environment has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,8 @@ class Given:
     mix: Sequence[tuple[Data, float]] | None = None
     validation: Data | None = None
     rewards: Sequence[Reward | tuple[Reward, float]] | None = None
+    tools: Sequence[Tool] | None = None
+    environment_factory: Environment | None = None
 
     def put_into(self, config: RunConfig, opened: ExitStack) -> tuple[RunConfig, Supplied]:
         """Returns the configuration with the names of what is given, and what they name.
@@ -63,12 +69,26 @@ class Given:
         if self.rewards is not None:
             entries, weights = _entries(self.rewards, functions)
             rollout = replace(rollout, rewards=entries, reward_weights=weights)
-        return replace(config, data=data, rollout=rollout), Supplied(sources=sources, rewards=functions)
+        tools: dict[str, Callable[..., Any]] = {}
+        if self.tools is not None:
+            rollout = replace(rollout, tools=_tool_entries(self.tools, tools))
+        environments: dict[str, Callable[[], Any]] = {}
+        if (factory := self.environment_factory) is not None:
+            if not (isinstance(factory, str) or callable(factory)):
+                raise UserError(
+                    f"environment_factory is of type {type(factory).__name__}, but a class is expected, or a text such "
+                    "as env.py:Door: correct it."
+                )
+            entry = factory if isinstance(factory, str) else _named(factory, 0, environments)
+            rollout = replace(rollout, environment=entry)
+        supplied = Supplied(sources=sources, rewards=functions, tools=tools, environments=environments)
+        return replace(config, data=data, rollout=rollout), supplied
 
 
 def names_of(supplied: Supplied) -> set[str]:
     """Returns the texts in a configuration that name what was supplied."""
-    return {*supplied.sources, *(f"{IN_PROGRAM}{name}" for name in supplied.rewards)}
+    functions = (*supplied.rewards, *supplied.tools, *supplied.environments)
+    return {*supplied.sources, *(f"{IN_PROGRAM}{name}" for name in functions)}
 
 
 def _weighed(mix: object) -> Iterable[tuple[Data, float]]:
@@ -98,6 +118,21 @@ def _entries(rewards: object, functions: dict[str, Callable[..., Any]]) -> tuple
         entries.append(reward if isinstance(reward, str) else _named(reward, place, functions))
         weights.append(float(weight))
     return tuple(entries), tuple(weights) if any(map(_is_weighed, rewards)) else ()
+
+
+def _tool_entries(tools: object, functions: dict[str, Callable[..., Any]]) -> tuple[str, ...]:
+    """Returns the entries of rollout.tools, and names the functions among them."""
+    if not isinstance(tools, (list, tuple)):
+        raise UserError(
+            f"tools is of type {type(tools).__name__}, but a list of functions is expected: write tools=[f]."
+        )
+    wrong = next((one for one in tools if not (isinstance(one, str) or callable(one))), None)
+    if wrong is not None:
+        raise UserError(
+            f"tools has something of type {type(wrong).__name__}, but functions are expected, or texts such as "
+            "tools.py:multiply: correct it."
+        )
+    return tuple(one if isinstance(one, str) else _named(one, place, functions) for place, one in enumerate(tools))
 
 
 def _named(reward: Callable[..., Any], place: int, functions: dict[str, Callable[..., Any]]) -> str:

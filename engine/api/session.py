@@ -14,7 +14,7 @@ import torch
 
 from engine.api.configuration import AnyPath
 from engine.api.exporting import export
-from engine.api.given import Data, Given, Reward, names_of
+from engine.api.given import Data, Environment, Given, Reward, Tool, names_of
 from engine.api.interrupts import briefly_interrupted
 from engine.api.process import training_alone
 from engine.api.prompts import Prompt, PromptWriter
@@ -65,6 +65,8 @@ class Session:
         mix: Sequence[tuple[Data, float]] | None = None,
         validation: Data | None = None,
         rewards: Sequence[Reward | tuple[Reward, float]] | None = None,
+        tools: Sequence[Tool] | None = None,
+        environment_factory: Environment | None = None,
     ) -> None:
         """Prepares the run for its first step, or for the one after its last checkpoint.
 
@@ -75,11 +77,20 @@ class Session:
             mix: as for `train`.
             validation: as for `train`.
             rewards: as for `train`.
+            tools: as for `train`.
+            environment_factory: as for `train`.
 
         Raises:
             UserError: as `train`, or no step is left.
         """
-        given = Given(data=data, mix=mix, validation=validation, rewards=rewards)
+        given = Given(
+            data=data,
+            mix=mix,
+            validation=validation,
+            rewards=rewards,
+            tools=tools,
+            environment_factory=environment_factory,
+        )
         self._listener = listener or RunListener()
         self._opened, self._closed_by, self._is_paused = ExitStack(), "", False
         self._trainer: Trainer | None = None

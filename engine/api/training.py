@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from engine.api.given import Data, Given, Reward, names_of
+from engine.api.given import Data, Environment, Given, Reward, Tool, names_of
 from engine.api.interrupts import briefly_interrupted
 from engine.api.process import training_alone
 from engine.config.rules import check_config, check_files
@@ -26,6 +26,8 @@ def train(
     mix: Sequence[tuple[Data, float]] | None = None,
     validation: Data | None = None,
     rewards: Sequence[Reward | tuple[Reward, float]] | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Environment | None = None,
 ) -> RunSummary:
     """Trains as configured, in this process, or as one rank where torchrun started it.
 
@@ -34,7 +36,8 @@ def train(
 
     Records that are given here are read once, to their end, and give the rows of the same records in a JSONL file. The
     saved run knows their rows by a hash alone: to resume it, give them again, and a difference is reported. Under
-    torchrun every rank gives the same arguments; rank 0 alone calls `rewards`.
+    torchrun every rank gives the same arguments; rank 0 alone calls `rewards`, and the first rank of each copy of
+    the model `tools` and environments.
 
     Args:
         config: of `load_config`.
@@ -48,6 +51,12 @@ def train(
         rewards: what scores completions, in place of rollout.rewards: functions that are called as TRL calls them, in a
             thread of this process, or entries of rollout.rewards; each alone, or in a pair with its weight.
 
+        tools: functions that the model may call while it answers, in place of rollout.tools: called in a thread of this
+            process, or entries of rollout.tools.
+        environment_factory: makes the environment of a conversation, as in TRL, in place of rollout.environment: a
+            class, or an entry such as env.py:Door. Where `tools` has functions, this is a class, and the other way
+            round.
+
     Returns:
         The results of the run. `run_dir` is its folder; `stopped` says what stopped it, such as "stop()" or a
         scheduler's signal, None at its end.
@@ -57,7 +66,14 @@ def train(
         UserError: something in the configuration, the model or the data cannot work, or another rank is lost. With one
             process the next call starts afresh; as a rank of several, let the process end.
     """
-    given = Given(data=data, mix=mix, validation=validation, rewards=rewards)
+    given = Given(
+        data=data,
+        mix=mix,
+        validation=validation,
+        rewards=rewards,
+        tools=tools,
+        environment_factory=environment_factory,
+    )
     with training_alone(), ExitStack() as opened:
         config, supplied = given.put_into(config, opened)
         check_config(config)

@@ -230,10 +230,14 @@ def _as_given(text: str) -> str:
     return as_written(value) if value is None or isinstance(value, bool | list | dict) else repr(text)
 
 
-_ITEMS = {"data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts", "rollout.rewards": "functions"}
+_ITEMS = {
+    "data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts", "rollout.rewards": "functions",
+    "rollout.tools": "functions",
+}  # fmt: skip
 """Names for the items of a list where they are not names of modules."""
 _EXAMPLES = {
     "data.mix": "b.jsonl=0.5", "train.sample_prompts": "Once upon a time", "rollout.rewards": "rewards.py:accuracy",
+    "rollout.tools": "tools.py:multiply",
     "data.chat_arguments": "{enable_thinking: false}", "optim.lr_pattern": "{down_proj: 0.0001}",
 }  # fmt: skip
 

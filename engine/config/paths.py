@@ -15,6 +15,8 @@ PATH_OPTIONS = (
     "model.path",
     "lora.init_from",
     "rollout.rewards",
+    "rollout.tools",
+    "rollout.environment",
     "rollout.adapter_dir",
     "distillation.teachers",
     "data.train",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from engine.choices import DecodeGraph, Mismatch, ServerKind
+from engine.choices import DecodeGraph, Mismatch, ServerKind, ToolFormat
 from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 from engine.config.paths import at_home
@@ -20,6 +20,8 @@ MODEL_REWARD = "model"
 """The reward that is a reward model's score."""
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex", MODEL_REWARD)
 """Rewards that need no file; see `engine.rollouts.rewards.built_in`."""
+ENVIRONMENT = "environment"
+"""The entry of rollout.rewards that stands for the scores of rollout.environment itself."""
 IN_PROGRAM = "python:"
 """Begins the names of what a Python program supplies: its reward functions, and its records."""
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -41,7 +43,7 @@ class RolloutOptions:
         rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer, regex:PATTERN or
             model:FOLDER. exact_match and numeric_answer compare with the column answer of the records, or with
             exact_match:COLUMN. model gives the score of a reward model (docs/reward-models.md): the folder of one, or
-            of a PEFT adapter on one.
+            of a PEFT adapter on one. environment is the score that get_reward() of rollout.environment returns.
         reward_weights: Weights of rollout.rewards, in their order; [] weighs each with 1. A completion's reward is the
             weighted sum.
         num_generations: Completions of each prompt, which are compared with each other.
@@ -68,6 +70,20 @@ class RolloutOptions:
             rollout.reward_workers of a generation batch's prompts.
         judge_device: Device of the reward models in rollout.rewards, such as cpu or cuda:7; null for the first GPU
             where there is one, which it then shares with the rank that trains there.
+        tools: Functions that the model may call while it answers, as FILE.py:NAME; their type hints and docstrings are
+            shown to it by the chat template. They are called in processes of their own.
+        environment: Class whose public methods are tools of one conversation, as FILE.py:NAME, with reset(), and
+            get_reward() where rollout.rewards has environment; null for none. Each conversation under way has one in a
+            process of its own.
+        tool_format: How the model writes calls of tools: "hermes", "qwen_xml", "llama", "mistral" or "harmony"; null
+            for the one that the chat template asks for.
+        max_turns: Turns of the model in a completion, after which its calls are no longer answered; null for as many
+            as rollout.max_completion_length has room for.
+        environment_workers: Processes of tools and environments for each copy of the model, which is also how many
+            conversations with an environment are under way at a time; null for rollout.slots.
+        environment_timeout: Seconds that a call of a tool, or of an environment's reset or get_reward, may take; the
+            completion whose call takes longer fails.
+        environment_memory: Address space of each of these processes, in GiB; null for no limit.
         show: Completions to log of each generation batch, with their rewards.
         server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000, or
             of several, with commas between them; null for none. Before each rollout they load the current adapters, and
@@ -104,6 +120,13 @@ class RolloutOptions:
     reward_workers: int = option(1, IGNORED)  # processes
     reward_timeout: float = option(60.0, IGNORED)
     judge_device: str | None = option(None, IGNORED)  # where scores are computed
+    tools: tuple[str, ...] = option((), REPORTED)
+    environment: str | None = option(None, REPORTED)
+    tool_format: ToolFormat | None = option(None, REPORTED)
+    max_turns: int | None = option(None, REPORTED)
+    environment_workers: int | None = option(None, IGNORED)  # processes
+    environment_timeout: float = option(60.0, IGNORED)
+    environment_memory: float | None = option(None, IGNORED)
     show: int = option(1, IGNORED)  # printed
     server: str | None = option(None, REPORTED)
     server_kind: ServerKind = option("vllm", IGNORED)  # how a server is spoken to
@@ -149,6 +172,48 @@ class RolloutOptions:
         require_at_least("rollout.show", self.show, 0, "use for example 1, or 0 for none")
         self._check_server()
         self._check_rewards()
+        self._check_turns()
+
+    def _check_turns(self) -> None:
+        """Refuses invalid options of tools and environments."""
+        twice = next((text for text, count in Counter(self.tools).items() if count > 1), None)
+        require(twice is None, f"rollout.tools has {twice} twice: remove one of them.")
+        for text in self.tools:
+            NamedObject.parse("rollout.tools", text)
+        if self.environment is not None:
+            NamedObject.parse("rollout.environment", self.environment)
+        require(
+            self.environment is not None or ENVIRONMENT not in self.rewards,
+            "rollout.rewards has environment and rollout.environment is null, so that nothing would give this score: "
+            "name an environment, as env.py:NAME, or another reward.",
+        )
+        require_at_least("rollout.max_turns", self.max_turns, 1, "use for example 8, or null for no limit")
+        require_at_least(
+            "rollout.environment_workers", self.environment_workers, 1, "use for example 8, or null for rollout.slots"
+        )
+        require_positive("rollout.environment_timeout", self.environment_timeout, "use for example 60")
+        require_positive("rollout.environment_memory", self.environment_memory, "use for example 4, or null for none")
+        if self.takes_turns:
+            return
+        options = ("tool_format", "max_turns", "environment_workers", "environment_memory")
+        given = next((name for name in options if getattr(self, name) is not None), None)
+        require(
+            given is None,
+            f"rollout.{given} is set and neither rollout.tools nor rollout.environment is, without which a completion "
+            "has one turn: remove it, or name tools.",
+        )
+
+    @property
+    def named_programs(self) -> tuple[tuple[str, str], ...]:
+        """The tools and the environment, each with the option that names it."""
+        tools = [("rollout.tools", text) for text in self.tools]
+        environment = [] if self.environment is None else [("rollout.environment", self.environment)]
+        return (*tools, *environment)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the model may call tools, so that a completion has several turns."""
+        return bool(self.tools) or self.environment is not None
 
     def _check_rewards(self) -> None:
         twice = next((text for text, count in Counter(self.rewards).items() if count > 1), None)
@@ -222,6 +287,36 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NamedObject:
+    """An entry of rollout.tools, or rollout.environment.
+
+    Args:
+        file: where it is; None of a Python program's own.
+        name: of the function or class.
+    """
+
+    file: str | None
+    name: str
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> NamedObject:
+        """Reads an entry.
+
+        Args:
+            option: that has it, for a message.
+
+        Raises:
+            UserError: it is malformed.
+        """
+        file, colon, name = text.rpartition(":")
+        require(
+            bool(colon) and bool(file) and name.isidentifier(),
+            f"{option} has {text!r}, but FILE.py:NAME is expected: write for example tools.py:multiply.",
+        )
+        return cls(file=None if f"{file}:" == IN_PROGRAM else file, name=name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardSource:
     """An entry of rollout.rewards.
 
@@ -259,6 +354,11 @@ class RewardSource:
         """The argument as such a process gets it: of a reward model its folder and device, in JSON."""
         return json.dumps([self.argument, self.device]) if self.is_model else self.argument
 
+    @property
+    def is_environment(self) -> bool:
+        """Whether it is the score of rollout.environment, and no function."""
+        return self.file is None and not self.in_program and self.function == ENVIRONMENT
+
     @classmethod
     def parse(cls, text: str) -> RewardSource:
         """Reads an entry.
@@ -273,6 +373,8 @@ class RewardSource:
             f"rollout.rewards has {text!r}, but weights stand in an option of their own: write {alone}, and its weight "
             f"{weight} in rollout.reward_weights, which has one for each function.",
         )
+        if text == ENVIRONMENT:
+            return cls(file=None, function=ENVIRONMENT, name=ENVIRONMENT)
         if name in BUILT_IN_REWARDS:
             require(
                 name != "regex" or bool(argument),

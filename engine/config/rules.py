@@ -15,7 +15,7 @@ from engine.config.distillation import BASE, is_server
 from engine.config.hub import DATA_PREFIX, instead_of
 from engine.config.matching import matches_target
 from engine.config.option import changed
-from engine.config.rollout import IN_PROGRAM
+from engine.config.rollout import IN_PROGRAM, NamedObject
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.seams import resolve
@@ -80,6 +80,15 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
     for teacher in config.distillation.teachers:
         if teacher != BASE and not is_server(teacher):
             _require_folder("distillation.teachers", teacher, "a model, of a PEFT adapter or of a run")
+    for option, text in config.rollout.named_programs:
+        file = NamedObject.parse(option, text).file
+        require(
+            text in supplied if file is None else Path(file).is_file(),
+            f"{option} has {text}, a function or class of a Python program: give it in that program, as "
+            "train(config, tools=[...]), or name a file, as FILE.py:NAME."
+            if file is None
+            else f"{option} has {text}, and {file} is not a file: give the path of a Python file.",
+        )
     for entry in config.data.mix:
         _require_file("a path of data.mix", split_mix(entry)[0], supplied)
     tokenizer = config.data.tokenizer

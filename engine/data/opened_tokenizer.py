@@ -143,6 +143,11 @@ class HuggingFaceTokenizer:
     def chat_prompt(self, messages: Sequence[Message], *, images: Placeholders | None = None) -> list[int]:
         return self.encode(_expanded(self._required_template().render(messages, prompt=True), images))
 
+    def chat_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
+    ) -> list[int]:
+        return self.encode(self._required_template().render(messages, prompt=prompt, tools=tools))
+
     def _last_answer(
         self, template: ChatTemplate, messages: Sequence[Message], images: Placeholders | None
     ) -> tuple[list[int], list[bool]]:

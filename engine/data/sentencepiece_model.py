@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.data.chat import Learn, Message
 from engine.data.placeholders import Placeholders
@@ -106,4 +106,9 @@ class SentencePieceTokenizer:
         return []
 
     def chat_prompt(self, messages: Sequence[Message], *, images: Placeholders | None = None) -> list[int]:
+        raise UserError(no_template(self._path))
+
+    def chat_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
+    ) -> list[int]:
         raise UserError(no_template(self._path))

@@ -54,19 +54,26 @@ class ChatTemplate:
     control: re.Pattern[str] = field(default_factory=lambda: re.compile("(?!)"))
     limits: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Returns the conversation as a server renders it.
 
         Args:
             messages: each with "role" and "content".
             prompt: end with the prompt for the assistant's next turn.
+            tools: descriptions of the tools that the assistant may call, as JSON schemas; None for none.
 
         Raises:
             UserError: the template refuses these messages, or does not come to an end.
         """
         _check_characters(messages)
         with self._limited():
-            return self._rendered(messages, prompt)
+            return self._run(self.source, messages, prompt=prompt, tools=tools)[0]
 
     def render_with_targets(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """Returns the conversation as it is trained on, and the character ranges that are targets.
@@ -136,6 +143,7 @@ class ChatTemplate:
         prompt: bool = False,
         tracked: bool = False,
         parts: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -145,6 +153,7 @@ class ChatTemplate:
         try:
             texts, spans = render_jinja_template(
                 conversations=[chat],
+                tools=None if tools is None else [dict(one) for one in tools],
                 chat_template=source,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=tracked,

@@ -145,6 +145,21 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def chat_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
+    ) -> list[int]:
+        """Returns token ids of a conversation as a server renders it.
+
+        Args:
+            messages: each with "role" and "content", and whatever else the template reads.
+            tools: descriptions of the tools that the assistant may call, as JSON schemas; None for none.
+            prompt: end with the prompt for the assistant's next turn.
+
+        Raises:
+            UserError: as for `chat_prompt`.
+        """
+        ...
+
 
 def encoded_chat(
     tokenizer: Tokenizer, conversation: Conversation, learn: Learn, images: Placeholders | None = None
@@ -235,6 +250,12 @@ class _ConfinedTokenizer:
     def chat_prompt(self, messages: Conversation, *, images: Placeholders | None = None) -> list[int]:
         given = None if images is None else asdict(images)
         ids: list[int] = self._call("chat_prompt", messages, images=given)
+        return ids
+
+    def chat_ids(
+        self, messages: Conversation, *, tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
+    ) -> list[int]:
+        ids: list[int] = self._call("chat_ids", messages, tools=tools, prompt=prompt)
         return ids
 
     def _chats(

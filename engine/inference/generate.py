@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from engine.models.decoder_config import DecoderConfig
 from engine.seams import resolve
 
 Ending = Literal["stop_token", "stop_text", "length", "interrupted"]
+_DONE, _WAITS, _BUSY = range(3)
+"""The state of a rank: nothing is left to do, it waits for further prompts, or it has some or rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +49,13 @@ class Request:
         row: its number in the run; a coordinate of its random numbers.
         ids: its tokens, those that stand for features of images included.
         images: in the order of their tokens.
+        max_new: the most tokens that follow; None for those of the limits.
     """
 
     row: int
     ids: tuple[int, ...]
     images: tuple[Any, ...] = ()
+    max_new: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,28 @@ class Answer:
     text: str
     ending: Ending
     logps: tuple[float, ...] = ()
+
+
+class Further(Protocol):
+    """Prompts that are not there when generation begins, since they depend on earlier answers. Every rank that holds a
+    part of the model sees the same ones, in the same pass."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there may be more."""
+        ...
+
+    def answered(self, answer: Answer) -> None:
+        """Takes an answer, which may lead to another prompt."""
+        ...
+
+    def arrived(self, *, wait: bool) -> list[Request]:
+        """Returns the prompts that have come since it was last asked.
+
+        Args:
+            wait: for a while, as there is nothing else to do.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -215,6 +241,7 @@ class Generator:
         on_text: Callable[[Request, str], None] | None = None,
         on_answer: Callable[[Answer], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
+        further: Further | None = None,
     ) -> list[Answer]:
         """Continues all prompts. Collective: every rank calls it with the same ones.
 
@@ -223,6 +250,7 @@ class Generator:
             on_text: called with text as it comes.
             on_answer: called when a row has ended.
             interrupted: asked before each pass, on every rank with the same result: whether all rows end as they are.
+            further: prompts that come while others are continued; takes all answers.
 
         Returns:
             The answers in the order of `requests`; without those of prompts that had not begun when it was interrupted.
@@ -230,7 +258,7 @@ class Generator:
         Raises:
             UserError: an image that cannot be read; on all ranks.
         """
-        passes = self.passes(requests, on_text=on_text, on_answer=on_answer, interrupted=interrupted)
+        passes = self.passes(requests, on_text=on_text, on_answer=on_answer, interrupted=interrupted, further=further)
         while True:
             try:
                 next(passes)
@@ -245,6 +273,7 @@ class Generator:
         on_text: Callable[[Request, str], None] | None = None,
         on_answer: Callable[[Answer], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
+        further: Further | None = None,
     ) -> abc.Generator[None, None, list[Answer]]:
         """Does as `run`, and yields after each pass, of which every rank takes as many; see there."""
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
@@ -266,12 +295,24 @@ class Generator:
                 answer = answers[row.request.row] = _answer(row, row.ending)
                 if on_answer is not None:
                     on_answer(answer)
+                if further is not None:
+                    further.answered(answer)
             self._close_gaps(rows)
 
         def read() -> None:
             end(self._read(unread.popleft(), on_text))
 
-        while self._continues(bool(waiting or rows)):
+        while True:
+            while further is not None and unread and not (waiting or rows):
+                read()  # the answers may lead to other prompts
+            waits = further is not None and further.pending
+            state = self._state(_BUSY if waiting or rows else _WAITS if waits else _DONE)
+            if state == _DONE:
+                break
+            if further is not None and waits:
+                waiting.extend(further.arrived(wait=state == _WAITS))
+            if state == _WAITS:
+                continue
             if interrupted is not None and interrupted():
                 while unread:
                     read()
@@ -326,14 +367,14 @@ class Generator:
             self._take(one.rows[number], tokens[number], texts.get(number, ""), on_text)
         return [one.rows[number] for number in running if one.rows[number].ending is not None]
 
-    def _continues(self, busy: bool) -> bool:
-        """Returns whether there is another pass, for this rank's rows or for those of others. Where passes run ahead,
-        others are asked a pass ahead too, and all ranks run one more at the end."""
+    def _state(self, own: int) -> int:
+        """Returns the state of the busiest rank, which decides whether there is another pass for its rows. Where passes
+        run ahead, others are asked a pass ahead too, and all ranks run one more at the end."""
         if self._others is None or self._others.size == 1:
-            return busy
-        any_busy = sent(torch.tensor(int(busy)), self.stage.device)
+            return own
+        any_busy = sent(torch.tensor(own), self.stage.device)
         before, self._asked = self._asked, HostCopy(all_reduce(any_busy, self._others, dist.ReduceOp.MAX))
-        return bool((before if before is not None and self._ahead else self._asked).read())
+        return int((before if before is not None and self._ahead else self._asked).read())
 
     def _next_prompts(self, waiting: deque[Request], running: int) -> list[list[Request]]:
         """Takes the next prompts to run, as many as there are slots, tokens and pages for, and gives them their pages;
@@ -351,7 +392,7 @@ class Generator:
                 break
             starting.append([waiting.popleft() for _ in range(count)])
             slots = range(running, running + count)
-            self.stage.cache.begin(slots, len(prompt.ids), self.limits.max_new_tokens, waits=count < members)
+            self.stage.cache.begin(slots, len(prompt.ids), self._most(prompt), waits=count < members)
             running += count
             if count < members:
                 self._shared = prompt
@@ -368,11 +409,11 @@ class Generator:
         count = min(self._members(waiting), self.limits.slots - running, room)
         if count:
             slots = range(running, running + count)
-            self.stage.cache.begin_more(slots, len(self._shared.ids), self.limits.max_new_tokens)
+            self.stage.cache.begin_more(slots, len(self._shared.ids), self._most(self._shared))
         return [waiting.popleft() for _ in range(count)]
 
     def _continues_shared(self, waiting: deque[Request]) -> bool:
-        return bool(waiting) and self._shared is not None and waiting[0].ids == self._shared.ids
+        return bool(waiting) and self._shared is not None and _continue_one(waiting[0], self._shared)
 
     def _members(self, waiting: deque[Request]) -> int:
         """Returns the number of the next requests that continue the first one's prompt, and may share its cached
@@ -380,10 +421,14 @@ class Generator:
         first = waiting[0]
         if self.stage.group == 1 or first.images:
             return 1
-        return sum(1 for _ in takewhile(lambda one: one.ids == first.ids and not one.images, waiting))
+        return sum(1 for _ in takewhile(lambda one: _continue_one(one, first) and not one.images, waiting))
 
     def _room(self, prompt: Request, *, waits: bool) -> int:
-        return self.stage.cache.room(len(prompt.ids), self.limits.max_new_tokens, waits=waits)
+        return self.stage.cache.room(len(prompt.ids), self._most(prompt), waits=waits)
+
+    def _most(self, prompt: Request) -> int:
+        """Returns the most tokens that follow a prompt."""
+        return self.limits.max_new_tokens if prompt.max_new is None else prompt.max_new
 
     def _coordinates(self, prompts: Sequence[Request]) -> PromptCoordinates:
         ids, images = [request.ids for request in prompts], [request.images for request in prompts]
@@ -441,7 +486,7 @@ class Generator:
         else:
             if stream is not None and stream.stopped:
                 row.ending = "stop_text"
-            elif len(row.ids) == self.limits.max_new_tokens:
+            elif len(row.ids) == self._most(row.request):
                 row.ending = "length"
         if row.ending is not None and stream is not None:
             text += stream.finish()
@@ -505,7 +550,12 @@ class Generator:
         return _Pass([self._row(request, length - kept.behind)], chosen)
 
     def _leaves(self, row: _Row) -> bool:
-        return row.ending is not None or row.launched == self.limits.max_new_tokens
+        return row.ending is not None or row.launched == self._most(row.request)
+
+
+def _continue_one(one: Request, other: Request) -> bool:
+    """Returns whether two rows continue the same prompt."""
+    return one.ids == other.ids and one.max_new == other.max_new
 
 
 def _answer(row: _Row, ending: Ending) -> Answer:

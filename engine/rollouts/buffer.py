@@ -6,6 +6,7 @@ are gone. Between two buffers there is nothing to save, since the weights sample
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from engine.errors import UserError
-from engine.rollouts.sampler import Sampled
+from engine.rollouts.sampler import Sampled, Turns
 
 FILE = "rollouts.safetensors"
 """Name of a buffer's file in the folder of a checkpoint."""
@@ -88,6 +89,7 @@ class Buffer:
             "tokens": np.concatenate([one.tokens for one in self.completions]),
             "sampled_logps": np.concatenate([one.logps for one in self.completions]),
             "truncated": np.array([one.truncated for one in self.completions], dtype=np.bool_),
+            **_turn_arrays(self.completions),
             "rewards": self.rewards_NF,
             "advantages": self.advantages,
             "uniform": self.uniform,
@@ -118,9 +120,12 @@ class Buffer:
                 np.split(arrays[name], ends) for name in ("tokens", "sampled_logps", "old_logps") if name in arrays
             ]
             teachers = arrays.get("teacher_logps")
+            turns = _TurnColumns.of(arrays, ends)
             completions = tuple(
-                Sampled(tokens=tokens, logps=logps, truncated=bool(truncated))
-                for tokens, logps, truncated in zip(parts[0], parts[1], arrays["truncated"], strict=True)
+                Sampled(tokens=tokens, logps=logps, truncated=bool(truncated), **turns.of_completion(place))
+                for place, (tokens, logps, truncated) in enumerate(
+                    zip(parts[0], parts[1], arrays["truncated"], strict=True)
+                )
             )
             buffer = cls(
                 prompts=arrays["prompts"],
@@ -167,7 +172,55 @@ class Buffer:
                 of_teachers = self.teacher_logps[place]
                 if of_teachers.dtype != np.float32 or of_teachers.shape != (len(of_teachers), len(one.tokens)):
                     return f"completion {place} has no log-probability of each teacher for each token"
+            if one.written is not None and (one.written.dtype != np.bool_ or one.num_sampled < 1):
+                return f"completion {place} has no token that was sampled"
+            if one.prompt is not None and (one.prompt.dtype != np.int32 or not one.prompt.size):
+                return f"completion {place} has no prompt"
         return None
+
+
+def _turn_arrays(completions: Sequence[Sampled]) -> dict[str, NDArray[Any]]:
+    """Returns the arrays of completions of several turns; none where they have one."""
+    if all(one.turns is None for one in completions):
+        return {}
+    none = np.zeros(0, dtype=np.int32)
+    counts = [one.turns or Turns() for one in completions]
+    written = [np.zeros(len(one.tokens), np.bool_) if one.written is None else one.written for one in completions]
+    prompts = [none if one.prompt is None else one.prompt for one in completions]
+    return {
+        "written": np.concatenate(written),
+        "turns": np.array([[one.turns, one.calls, one.failed_calls] for one in counts], dtype=np.int64),
+        "prompt_lengths": np.array([len(one) for one in prompts], dtype=np.int64),
+        "prompt_tokens": np.concatenate([none, *prompts]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnColumns:
+    """What `_turn_arrays` stores, for each completion; empty where completions have one turn."""
+
+    written: Sequence[NDArray[np.bool_]]
+    turns: Sequence[Sequence[int]]
+    prompts: Sequence[NDArray[np.int32]]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[Any]], ends: NDArray[np.int64]) -> _TurnColumns:
+        if "turns" not in arrays:
+            return cls((), (), ())
+        places = np.cumsum(arrays["prompt_lengths"])[:-1]
+        turns: list[list[int]] = arrays["turns"].tolist()
+        return cls(np.split(arrays["written"], ends), turns, np.split(arrays["prompt_tokens"], places))
+
+    def of_completion(self, place: int) -> dict[str, Any]:
+        if not self.turns:
+            return {}
+        turns, calls, failed = self.turns[place]
+        prompt = self.prompts[place]
+        return {
+            "written": self.written[place],
+            "turns": Turns(turns=turns, calls=calls, failed_calls=failed),
+            "prompt": prompt if prompt.size else None,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@ log-probabilities and the trainer's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from engine.printable import quoted
 from engine.rollouts.buffer import Buffer
 from engine.rollouts.rewards.pool import Sample
+from engine.rollouts.sampler import Sampled
 
 OVERLONG = "overlong/penalty"
 """Metric name of the overlong penalty, which no function may use."""
@@ -41,6 +43,11 @@ def step_figures(
     | min_terminated_length, max_terminated_length   |                                                           |
     | uniform_groups                                 | share of prompts all of whose completions are equally good |
     | groups_dropped                                 | prompts left out                                          |
+    | turns/mean                                     | turns of the model, where it may call tools               |
+    | tools/call_frequency                           | calls of tools in a completion                            |
+    | tools/failure_frequency                        | share of the calls that the model was told an error of    |
+
+    Lengths count the tokens that the model sampled.
 
     Means of no numbers, and deviations of fewer than two, are NaN.
 
@@ -61,17 +68,31 @@ def step_figures(
         mean, deviation = _mean_and_deviation(column[~np.isnan(column)])
         figures |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": deviation}
     truncated = np.array([one.truncated for one in completions])
-    lengths = np.array([len(one.tokens) for one in completions])
+    lengths = np.array([one.num_sampled for one in completions])
     ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
     for kind, some in (("length", lengths), ("terminated_length", ended)):
         for name, value in (("mean", some.mean()), ("min", some.min()), ("max", some.max())):
             figures[f"completions/{name}_{kind}"] = float(value)
     if names:
         figures["unscored"] = float(unscored.mean())
+    figures |= _turn_figures(completions)
     return figures | {
         "completions/clipped_ratio": float(truncated.mean()),
         "uniform_groups": float(buffer.uniform[prompts.start : prompts.stop].mean()),
         "groups_dropped": float(dropped),
+    }
+
+
+def _turn_figures(completions: Sequence[Sampled]) -> dict[str, float]:
+    """Returns the figures of completions whose model may call tools; none of others."""
+    counts = [one.turns for one in completions if one.turns is not None]
+    if not counts:
+        return {}
+    calls = sum(one.calls for one in counts)
+    return {
+        "turns/mean": float(np.mean([one.turns for one in counts])),
+        "tools/call_frequency": calls / len(counts),
+        "tools/failure_frequency": sum(one.failed_calls for one in counts) / calls if calls else 0.0,
     }
 
 
@@ -105,8 +126,21 @@ def _shown(reward: float) -> str:
 
 
 def _text(given: object) -> str:
-    """Returns a text, or the last message's."""
-    return given if isinstance(given, str) else str(given[-1]["content"])  # type: ignore[index]
+    """Returns a text, or the last message's, or all messages' of several turns."""
+    if isinstance(given, str):
+        return given
+    assert isinstance(given, list)
+    if given[0]["role"] == "assistant" and len(given) > 1:
+        return " ".join(_words(one) for one in given)
+    return _words(given[-1])
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    """Returns a message's text, with the calls in it."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [f"{one['name']}({json.dumps(one['arguments'])})" for one in functions]
+    text = " ".join([str(message["content"]), *calls])
+    return f"<{text}>" if message["role"] == "tool" else text
 
 
 class Distance(NamedTuple):
@@ -140,8 +174,11 @@ def mismatch(buffer: Buffer, prompts: range, *, bound: float) -> Distance:
     """
     assert buffer.old_logps is not None
     places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)
-    sampled = np.concatenate([one.logps for one in buffer.completions[places]])
+    completions = buffer.completions[places]
+    sampled = np.concatenate([one.logps for one in completions])
     differences = np.concatenate(buffer.old_logps[places]).astype(np.float64) - sampled
+    if any(one.written is not None for one in completions):  # of which there are no probabilities
+        differences = differences[np.concatenate([one.sampled_mask() for one in completions])]
     sizes = np.abs(differences)
     return Distance(
         float(sizes.mean()), float(sizes.max()), float(np.exp(differences).mean()), float((sizes > bound).mean())

@@ -4,7 +4,9 @@ The engine's own generation (`engine.inference.model_part`) runs on the meta dev
 of prompts and one of a token for every slot, halfway through the completions, while launches and storages are recorded.
 So nothing here knows how a cache is laid out or what a pass launches. The first layers run, all kinds of layers among
 them, and count for those that are like them. Prompts and completions all have the same length;
-rows that end early give their slots to others, so that all passes but the last have a row in every slot.
+rows that end early give their slots to others, so that all passes but the last have a row in every slot. Completions of
+several turns have as many as rollout.max_turns allows, two where it does not say, each of which computes the tokens
+before it once more.
 
 What is computed on all pipeline ranks counts as if they ran in turn, which they do. Not counted: reward functions, and
 the private memory of graphs.
@@ -38,6 +40,7 @@ from engine.planning.rank_layout import Layout, Samples, SamplesCost, Workload
 from engine.planning.recording import Recording
 from engine.planning.traced_batch import META
 from engine.planning.traces import counted_layout, rank_model, shape_layout
+from engine.rollouts.cache_size import cache_size
 
 PREFILL_TOKENS = 4096
 """Of prompts in a pass; see `engine.rollouts.trained_sampler`."""
@@ -45,6 +48,8 @@ PREFILL_TOKENS = 4096
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 """The number in the name of a layer's part."""
+_TURNS = 2
+"""Turns of a completion whose model may call tools, where rollout.max_turns does not say; an assumption."""
 LATENCY = 12e-6
 """Seconds of a small collective between GPUs of a node; an estimate."""
 
@@ -93,7 +98,12 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
     if machine is not None:
         ahead, host = _seconds(traced.prefill, machine)
         links = _links(workload, layout, machine, PREFILL_TOKENS)
-        prefill = -(-prompts // traced.prompts) * max(ahead + links, host)
+        first = samples.prompt / _prompt_length(samples)
+        prefill = -(-prompts // traced.prompts) * max(first * (ahead + links), host)
+        if samples.options.takes_turns:  # each further turn computes its conversation so far, in a pass of its own
+            further = rows * ((samples.options.max_turns or _TURNS) - 1)
+            share = (samples.prompt + samples.completion / 2) / _prompt_length(samples)
+            prefill += further * max(share * (ahead + links), host)
         device, host = _seconds(traced.decode, machine.graphed() if graphed else machine)
         device += _links(workload, layout, machine, slots)
         each, host_limits = max(device, host), host > device
@@ -213,6 +223,7 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
         if layout.base is not None:
             layout.base.scratch.take((0,), torch.uint8, META)
     marks = _LayerMarks(model, kinds, counter)
+    cache = cache_size(options, prompt=samples.prompt, row=workload.seq_length)
     with recording, counter, TorchAttention(counter), torch.no_grad():
         before, begin = recording.alive(), len(recording.events)
         stage = InferenceStage(
@@ -221,9 +232,9 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             pp=Axis("pp"),
             sampling=_sampling(samples),
             slots=options.slots,
-            length=samples.prompt + options.max_completion_length,
-            new=options.max_completion_length,
-            group=options.num_generations,
+            length=cache.length,
+            new=cache.new,
+            group=cache.group,
             device=META,
             with_logps=True,
             tokens_multiple=options.slots,
@@ -265,8 +276,21 @@ def _sampling(samples: Samples) -> Sampling:
 
 def _prompts_at_once(samples: Samples) -> int:
     """Returns the prompts of one pass: as many as have room in its tokens, and slots for their completions."""
+    if samples.options.takes_turns:
+        return 1
     by_slots = max(1, samples.options.slots // samples.options.num_generations)
     return min(by_slots, max(1, PREFILL_TOKENS // samples.prompt))
+
+
+def _prompt_length(samples: Samples) -> int:
+    """Returns the tokens of the prompts in a traced pass: the last turn of several continues nearly a whole row."""
+    return samples.tokens - 1 if samples.options.takes_turns else samples.prompt
+
+
+def _rows_of_each(samples: Samples, prompts: int) -> int:
+    """Returns the rows that continue each prompt of a pass."""
+    options = samples.options
+    return 1 if options.takes_turns else min(options.slots // prompts, options.num_generations)
 
 
 def _half_way(stage: InferenceStage, samples: Samples) -> int:
@@ -277,7 +301,7 @@ def _half_way(stage: InferenceStage, samples: Samples) -> int:
     """
     slots, group = samples.options.slots, samples.options.num_generations
     prompts = _prompts_at_once(samples)
-    for first in range(prompts * min(slots // prompts, group), slots, group):
+    for first in range(prompts * _rows_of_each(samples, prompts), slots, group):
         own = range(first, min(first + group, slots))
         stage.cache.begin(own, samples.prompt, samples.options.max_completion_length, waits=False)
     last = samples.prompt + samples.completion // 2
@@ -289,10 +313,10 @@ def _half_way(stage: InferenceStage, samples: Samples) -> int:
 
 def _prefill(stage: InferenceStage, samples: Samples, prompts: int) -> None:
     """Runs the prompts, and gives every slot a row, as `engine.inference.generate` would."""
-    slots, new = samples.options.slots, samples.options.max_completion_length
-    each = min(slots // prompts, samples.options.num_generations)
+    length = _prompt_length(samples)
+    new = samples.prompt + samples.options.max_completion_length - length
+    each = _rows_of_each(samples, prompts)
     rows = [range(first * each, (first + 1) * each) for first in range(prompts)]
     for own in rows:
-        stage.cache.begin(own, samples.prompt, new, waits=False)
-    ids = [range(samples.prompt)] * prompts
-    stage.prefill(ids, text_coordinates([samples.prompt] * prompts), 0, rows)
+        stage.cache.begin(own, length, new, waits=False)
+    stage.prefill([range(length)] * prompts, text_coordinates([length] * prompts), 0, rows)

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from engine.config.checks import require
 from engine.config.distillation import BASE, is_server
+from engine.config.rollout import IN_PROGRAM
 from engine.config.run import RunConfig
 
 
@@ -19,6 +20,18 @@ def check_rollouts(config: RunConfig) -> None:
     _check_prompts(config)
     _check_server(config)
     _check_teachers(config)
+    _check_programs(config)
+
+
+def _check_programs(config: RunConfig) -> None:
+    """Refuses tools and an environment some of which are in files, and others in a Python program."""
+    names = [text for _, text in config.rollout.named_programs]
+    in_program = [text.startswith(IN_PROGRAM) for text in names]
+    require(
+        all(in_program) or not any(in_program),
+        f"{', '.join(names)} are partly of a Python program and partly in files, which are called in other processes: "
+        "name all of them, or give all of them in the program.",
+    )
 
 
 def _check_completions(config: RunConfig) -> None:

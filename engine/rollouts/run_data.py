@@ -19,6 +19,8 @@ from engine.rollouts.scorer import check_rewards
 from engine.rollouts.served import check_server
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.teachers.teachers import check_teachers
+from engine.rollouts.turns.pool import Programs
+from engine.rollouts.turns.tools import Tools, read_tools
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
@@ -35,6 +37,8 @@ class PromptData:
     train: PromptLoader
     rewards: Mapping[str, Callable[..., Any]]
     """Functions of a Python program, by their names."""
+    tools: Tools | None = None
+    """The tools that the model may call; None where there are none."""
     rows: None = None
     validation: None = None
 
@@ -65,6 +69,7 @@ class PromptData:
             self.train,
             self.tokenizer,
             rewards=self.rewards,
+            tools=self.tools,
             metrics=metrics,
             say=say,
             run_dir=run_dir,
@@ -100,6 +105,8 @@ def read_prompt_data(
             f"data.seq_length is {data.seq_length}, which prompts and completions may reach, but the model's context "
             f"is {limit}: set data.seq_length to {limit} or less."
         )
+    programs = Programs(tools=supplied.tools, environments=supplied.environments)
+    tools = read_tools(config, launch, tokenizer, model, programs, log.info)
     room = data.seq_length - rollout.max_completion_length
     with Progress(log, "reading prompts", None, "records") as progress:
         prompts = read_prompts(
@@ -107,6 +114,7 @@ def read_prompt_data(
             tokenizer=tokenizer,
             room=room,
             overlong=data.overlong,
+            chat=None if tools is None else tools.chat,
             progress=progress.advance,
         )
     if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
@@ -135,4 +143,4 @@ def read_prompt_data(
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
-    return PromptData(tokenizer=tokenizer, train=loader, rewards=supplied.rewards)
+    return PromptData(tokenizer=tokenizer, train=loader, rewards=supplied.rewards, tools=tools)

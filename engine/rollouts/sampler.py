@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,18 +13,68 @@ from engine.rollouts.data.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Dialogue:
+    """The messages of a completion of several turns, and what came of it.
+
+    Args:
+        prompt: messages, with what the environment added.
+        messages: the completion's: turns of the model, and results of the tools that it called.
+        reward: the environment's score; None for none.
+        failure: why it ended before its time, so that it has no reward; None where it did not.
+    """
+
+    prompt: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    reward: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """The counts of a completion of several turns.
+
+    Args:
+        turns: of the model.
+        calls: of tools.
+        failed_calls: those among them that the model was told an error of.
+    """
+
+    turns: int = 1
+    calls: int = 0
+    failed_calls: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
     """A completion.
 
     Args:
         tokens: int32, at least one, with the one that ended it.
-        logps: float32, log-probability of each under softmax(logits / temperature) when it was sampled.
-        truncated: whether no end token was sampled.
+        logps: float32, log-probability of each under softmax(logits / temperature) when it was sampled; 0 of those that
+            were not sampled.
+        truncated: whether its last turn was not ended by a token.
+        written: bool, the tokens that the environment wrote; None for none.
+        prompt: int32, its prompt, where that is not its record's.
+        turns: counts, where the model may call tools.
+        dialogue: its messages, where the model may call tools, until it is scored.
     """
 
     tokens: NDArray[np.int32]
     logps: NDArray[np.float32]
     truncated: bool
+    written: NDArray[np.bool_] | None = None
+    prompt: NDArray[np.int32] | None = None
+    turns: Turns | None = None
+    dialogue: Dialogue | None = None
+
+    def sampled_mask(self) -> NDArray[np.bool_]:
+        """Returns bool, the tokens that the model sampled."""
+        return np.ones(len(self.tokens), dtype=np.bool_) if self.written is None else ~self.written
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.tokens) - (0 if self.written is None else int(self.written.sum()))
 
 
 class Sampler(Protocol):

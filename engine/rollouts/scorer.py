@@ -13,7 +13,7 @@ from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.rollouts.rank_zero import broadcast_result
 from engine.rollouts.rewards.built_in import compared_column
-from engine.rollouts.rewards.pool import RewardPool, Sample, Scores
+from engine.rollouts.rewards.pool import Failures, RewardPool, Sample, Scores
 from engine.runtime.launch import Launch
 from engine.sentences import listed
 
@@ -30,7 +30,7 @@ def reward_pool(config: RunConfig, columns: Sequence[str], in_program: Mapping[s
     """
     rollout = config.rollout
     return RewardPool(
-        rollout.reward_sources,
+        [one for one in rollout.reward_sources if not one.is_environment],
         workers=rollout.reward_workers,
         timeout=rollout.reward_timeout,
         columns=columns,
@@ -64,6 +64,13 @@ def check_rewards(
         raise UserError(str(problem))
 
 
+def _ended_early(samples: Sequence[Sample]) -> list[str]:
+    """Returns sentences on completions that ended before their time, because a tool or an environment failed."""
+    failures = Failures("environment")
+    failures.of_completions += [(place, one.failure) for place, one in enumerate(samples) if one.failure is not None]
+    return list(failures.sentences(samples))
+
+
 class Scorer:
     """Scores the completions of a run. Collective: every rank has a scorer and makes the same calls.
 
@@ -93,15 +100,27 @@ class Scorer:
         if not self._config.rollout.rewards:
             return Scores(rewards=np.zeros((len(samples), 0)), problems=())
         scoring = None if self._pool is None else self._pool.begin(samples)
-        found: Scores = broadcast_result(scoring, self._config)
+        found: Scores = self._with_environments(samples, broadcast_result(scoring, self._config))
         if np.isnan(found.rewards).all():
-            reason = found.problems[0] if found.problems else "every function returned None for all of them"
+            early = _ended_early(samples)
+            reason = next(iter((*early, *found.problems)), "every function returned None for all of them")
             raise UserError(
-                f"no completion of this step could be scored: {reason}; correct the reward function, and "
-                "start the run again to resume from its last checkpoint."
+                f"no completion of this step could be scored: {reason}; correct the reward function or the "
+                "environment, and start the run again to resume from its last checkpoint."
             )
         assert found.rewards.dtype == np.float64
-        return replace(found, problems=self._worth_saying(found.problems))
+        problems = (*_ended_early(samples), *(f"reward {one}" for one in found.problems))
+        return replace(found, problems=self._worth_saying(problems))
+
+    def _with_environments(self, samples: Sequence[Sample], found: Scores) -> Scores:
+        """Returns the scores with those that environments gave, and without those of conversations that failed."""
+        rewards = found.rewards
+        for place, source in enumerate(self._config.rollout.reward_sources):
+            if source.is_environment:
+                own = [np.nan if one.environment is None else one.environment for one in samples]
+                rewards = np.insert(rewards, place, np.array(own, dtype=np.float64), axis=1)
+        rewards[[place for place, one in enumerate(samples) if one.failure is not None]] = np.nan
+        return Scores(rewards=rewards, problems=found.problems)
 
     def _worth_saying(self, problems: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the lines to log of a generation batch's failures, given those logged before."""

@@ -36,6 +36,8 @@ from engine.rollouts.served_adapter import FILES, gather_trained, write_adapter
 from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
 from engine.rollouts.servers.server import Asked, Shown
 from engine.rollouts.servers.several import CompletionServers
+from engine.rollouts.turns.conversation import Conversation, Talk
+from engine.rollouts.turns.served_turns import ask_for_turns
 from engine.runtime.launch import Launch
 from engine.runtime.secrets import secret
 from engine.training.build import Training
@@ -58,7 +60,7 @@ class Begun(NamedTuple):
 
     generation: int
     step: int
-    asked: Asked | None
+    asked: Asked[Answer] | Asked[Sampled] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +139,17 @@ def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> Sampling
     )
 
 
-def completion_seed(seed: int, generation: int, place: int) -> int:
+def completion_seed(seed: int, generation: int, place: int, turn: int = 0) -> int:
     """Returns the seed of one completion's noise: 0 to 2^31 - 1, another one for each of a generation batch.
 
     Args:
         seed: of the run.
         generation: the batch's number in the run.
         place: of the completion in it.
+        turn: of the completion, from 0.
     """
-    digest = hashlib.blake2b(f"{seed} {generation}".encode(), digest_size=4).digest()
+    text = f"{seed} {generation} {turn}" if turn else f"{seed} {generation}"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return (int.from_bytes(digest) + place) % 2**31
 
 
@@ -156,14 +160,23 @@ class ServedSampler:
         config, launch, training: of the run.
         ends: tokens that end a completion.
         run_dir: the run's folder.
+        talk: what completions of several turns share; None where they have one.
     """
 
     elsewhere = True
 
     def __init__(
-        self, config: RunConfig, launch: Launch, training: Training, *, ends: frozenset[int], run_dir: Path
+        self,
+        config: RunConfig,
+        launch: Launch,
+        training: Training,
+        *,
+        ends: frozenset[int],
+        run_dir: Path,
+        talk: Talk | None = None,
     ) -> None:
         rollout = config.rollout
+        self._talk = talk
         self._config, self._training, self._ends = config, training, ends
         self._settings = sampling_settings(rollout, ends)
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
@@ -187,8 +200,8 @@ class ServedSampler:
             self.begin(prompts, generation=generation, step=step)
         begun, self._begun = self._begun, None
         assert begun is not None and begun.generation == generation, (begun, generation)
-        answers: list[Answer] = broadcast_result(begun.asked, self._config)
-        return [self._sampled(one) for one in answers], begun.step
+        answers: list[Answer | Sampled] = broadcast_result(begun.asked, self._config)
+        return [one if isinstance(one, Sampled) else self._sampled(one) for one in answers], begun.step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
         """Begins to sample a generation batch with the current adapters; see `take`."""
@@ -229,6 +242,8 @@ class ServedSampler:
         if self._server is None:
             return
         self._server.close()
+        if self._talk is not None:
+            self._talk.pool.close()
         if failed:
             return
         rollout = self._config.rollout
@@ -281,8 +296,10 @@ class ServedSampler:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _ask(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
-        asked = None
-        if self._server is not None:
+        asked: Asked[Answer] | Asked[Sampled] | None = None
+        if self._server is not None and self._talk is not None:
+            asked = self._ask_for_turns(prompts, self._talk, self._server, generation=generation, step=step)
+        elif self._server is not None:
             members, seed = self._config.rollout.num_generations, self._config.train.seed
             questions = [
                 Question(prompts[place // members].ids, completion_seed(seed, generation, place))
@@ -290,6 +307,19 @@ class ServedSampler:
             ]
             asked = self._server.ask(self._name(step), questions, self._settings)
         self._begun = Begun(generation, step, asked)
+
+    def _ask_for_turns(
+        self, prompts: Sequence[Prompt], talk: Talk, server: CompletionServers, *, generation: int, step: int
+    ) -> Asked[Sampled]:
+        rollout, seed, name = self._config.rollout, self._config.train.seed, self._name(step)
+        conversations = [Conversation(talk, prompt) for prompt in prompts for _ in range(rollout.num_generations)]
+
+        def sample(place: int, turn: int, one: Conversation) -> Answer:
+            question = Question(one.ids, completion_seed(seed, generation, place, turn))
+            return server.sample(name, place, question, replace(self._settings, max_tokens=one.room))
+
+        at_once = talk.pool.size if talk.pool.has_environment else rollout.slots * len(rollout.servers)
+        return ask_for_turns(conversations, sample, at_once=at_once)
 
     def _sampled(self, answer: Answer) -> Sampled:
         return Sampled(

@@ -46,6 +46,7 @@ from engine.rollouts.teachers.differences import divergences, token_advantages
 from engine.rollouts.teachers.teachers import Teachers
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
+from engine.rollouts.turns.tools import Tools
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
@@ -65,6 +66,7 @@ class RolloutSource:
         loader: of its prompts.
         tokenizer: of the model.
         rewards: functions of a Python program, by their names.
+        tools: that the model may call; None for none.
         metrics: gets completions with their rewards.
         say: prints a line on rank 0.
         run_dir: the run's folder.
@@ -82,6 +84,7 @@ class RolloutSource:
         tokenizer: Tokenizer,
         *,
         rewards: Mapping[str, Callable[..., Any]],
+        tools: Tools | None = None,
         metrics: MetricsWriter,
         say: Callable[[str], None],
         run_dir: Path,
@@ -95,12 +98,13 @@ class RolloutSource:
                 f"warning: {model.path} names token {outside[0]} as one that ends completions, but its vocabulary has "
                 f"{model.decoder.vocab_size} entries: none ends with it"
             )
+        talk = None if tools is None else tools.talk(config, ends=ends, vocabulary=model.decoder.vocab_size)
         self._sampler: Sampler
         if config.rollout.server is None:
             longest = loader.prompts.longest
-            self._sampler = TrainedSampler(config, training, ends=ends, longest_prompt=longest, say=say)
+            self._sampler = TrainedSampler(config, training, ends=ends, longest_prompt=longest, say=say, talk=talk)
         else:
-            self._sampler = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
+            self._sampler = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir, talk=talk)
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns, in_program=rewards)
         self._teachers = Teachers(config, launch, training) if config.distillation.teachers else None
         self._open: OpenBuffer | None = None
@@ -276,7 +280,7 @@ class RolloutSource:
         samples = self._samples(prompts, completions)
         scores = self._scorer.score(samples)
         for problem in scores.problems:
-            self._say(f"warning: step {step + 1}: reward {problem}")
+            self._say(f"warning: step {step + 1}: {problem}")
         rewards_NF = self._with_penalties(scores.rewards, completions)
         found = self._advantages(rewards_NF)
         buffer = Buffer(
@@ -339,14 +343,16 @@ class RolloutSource:
         members = self._config.rollout.num_generations
         found = []
         for place, completion in enumerate(completions):
-            prompt, ids = prompts[place // members], completion.tokens.tolist()
+            prompt, ids, talk = prompts[place // members], completion.tokens.tolist(), completion.dialogue
             found.append(
                 Sample(
                     place=str(prompt.place),
-                    prompt=prompt.given,
-                    completion=prompt.completion(self._tokenizer.decode(ids)),
+                    prompt=prompt.given if talk is None else talk.prompt,
+                    completion=prompt.completion(self._tokenizer.decode(ids)) if talk is None else talk.messages,
                     completion_ids=ids,
                     columns=prompt.columns,
+                    environment=None if talk is None else talk.reward,
+                    failure=None if talk is None else talk.failure,
                 )
             )
         return found
@@ -368,7 +374,7 @@ class RolloutSource:
         if rollout.overlong_buffer is None:
             return rewards_NF
         penalties = overlong_penalties(
-            np.array([len(one.tokens) for one in completions]),
+            np.array([one.num_sampled for one in completions]),
             longest=rollout.max_completion_length,
             buffer=rollout.overlong_buffer,
         )
@@ -463,6 +469,7 @@ class RolloutSource:
             for place in range(prompt * buffer.group, (prompt + 1) * buffer.group):
                 one = buffer.completions[place]
                 ids = self._loader.prompts.prompts[int(buffer.prompts[prompt])].ids
+                ids = ids if one.prompt is None else tuple(one.prompt.tolist())
                 documents.append(
                     Completion(
                         prompt=ids,
@@ -470,6 +477,7 @@ class RolloutSource:
                         sampled_logps=one.logps.tolist(),
                         advantage=float(buffer.advantages[place]),
                         token_advantages=self._token_advantages(buffer, place),
+                        written=None if one.written is None else one.written.tolist(),
                         trained=self._is_trained(one) or not masks,
                     )
                 )

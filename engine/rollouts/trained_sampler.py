@@ -8,17 +8,21 @@ layout, but for the rounding of logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 
 from engine.config.run import RunConfig
-from engine.distributed.collectives import all_reduce
+from engine.distributed.collectives import all_reduce, gather_objects
 from engine.inference.decode_graphs import decode_capture
 from engine.inference.generate import Generator, Request
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
+from engine.rollouts.cache_size import cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import Sampled
+from engine.rollouts.turns.conversation import Conversation, Talk
+from engine.rollouts.turns.feed import TurnFeed, leads
 from engine.training.build import Training
 
 _ROW_BITS = 32
@@ -32,6 +36,7 @@ class TrainedSampler:
         ends: tokens that end a completion.
         longest_prompt: tokens of the longest prompt.
         say: prints a line on rank 0.
+        talk: what completions of several turns share; on ranks that lead no copy of the model without processes.
     """
 
     elsewhere = False
@@ -45,12 +50,17 @@ class TrainedSampler:
         ends: frozenset[int],
         longest_prompt: int,
         say: Callable[[str], None],
+        talk: Talk | None = None,
     ) -> None:
-        self._training, self._rollout, self._say = training, config.rollout, say
+        self._training, self._rollout, self._say, self._talk = training, config.rollout, say, talk
         rollout, mesh = config.rollout, training.mesh
-        self._length = longest_prompt + rollout.max_completion_length
+        self._cache = cache_size(rollout, prompt=longest_prompt, row=config.data.seq_length)
         self._limits = Limits(
-            max_new_tokens=rollout.max_completion_length, stop_ids=ends, slots=rollout.slots, prefill_tokens=4096
+            max_new_tokens=rollout.max_completion_length,
+            stop_ids=ends,
+            slots=rollout.slots,
+            # prompts of turns come when their environments answer: a pass of each by itself has the same numbers always
+            prefill_tokens=4096 if talk is None else 1,
         )
         self._sampling = Sampling(
             temperature=rollout.temperature,
@@ -86,7 +96,9 @@ class TrainedSampler:
         return {}
 
     def close(self, *, failed: bool) -> None:
-        """Does nothing: the cache was freed with the completions."""
+        """Ends the processes of environments; the cache was freed with the completions."""
+        if self._talk is not None:
+            self._talk.pool.close()
 
     def sample(self, prompts: Sequence[Prompt], *, generation: int) -> list[Sampled]:
         """Samples the completions of some prompts, those of the first one first. Collective.
@@ -101,6 +113,8 @@ class TrainedSampler:
         total, width = len(prompts) * members, self._rollout.max_completion_length
         # neighbours, as those of one prompt share its pass and its cache
         mine = range(copies.rank * total // copies.size, (copies.rank + 1) * total // copies.size)
+        if self._talk is not None:
+            return self._with_turns(prompts, mine, generation, self._talk)
         requests = [Request(row=(generation << _ROW_BITS) + row, ids=prompts[row // members].ids) for row in mine]
         answers = self._generator().run(requests)
         tokens = torch.zeros(total, width, dtype=torch.int32)
@@ -121,6 +135,25 @@ class TrainedSampler:
             )
         return found
 
+    def _with_turns(self, prompts: Sequence[Prompt], mine: range, generation: int, talk: Talk) -> list[Sampled]:
+        """Samples completions of several turns.
+
+        Args:
+            mine: places of those that this copy of the model samples.
+        """
+        mesh, members = self._training.mesh, self._rollout.num_generations
+        own = None
+        if leads(mesh):
+            own = {(generation << _ROW_BITS) + place: Conversation(talk, prompts[place // members]) for place in mine}
+        feed = TurnFeed(own, len(mine), mesh, talk.pool.size)
+        try:
+            self._generator().run([], further=feed)
+            found = feed.sampled()
+        finally:
+            feed.close()
+        of_copies = gather_objects(found, mesh.dp_cp)
+        return [one for copy in of_copies for one in cast(list[Sampled], copy)]
+
     def _generator(self) -> Generator:
         """Makes the generator; its cache takes memory as long as it lives."""
         training, mesh = self._training, self._training.mesh
@@ -134,9 +167,9 @@ class TrainedSampler:
             pp=mesh.pp,
             sampling=self._sampling,
             slots=self._limits.slots,
-            length=self._length,
-            new=self._limits.max_new_tokens,
-            group=self._rollout.num_generations,
+            length=self._cache.length,
+            new=self._cache.new,
+            group=self._cache.group,
             device=training.stages.step.device,
             with_logps=True,
             tokens_multiple=self._limits.slots,

@@ -28,10 +28,14 @@ class Supplied:
     Args:
         sources: of records that do not come from files.
         rewards: functions of a Python program, by the names that rollout.rewards has after python:.
+        tools: the same of rollout.tools.
+        environments: the same of rollout.environment.
     """
 
     sources: Sources = field(default_factory=dict)
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    environments: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 class TrainingSamples(Protocol):

@@ -47,16 +47,16 @@ _IDLE_PASSES = 2
 """Steps for which ranks with other prompts go on after this one has no more."""
 
 
-def _in_step(plain: Callable[[Generator, bool], bool]) -> Callable[[Generator, bool], bool]:
-    """Returns what asks the other ranks as `plain` does, and has them end."""
+def _in_step(plain: Callable[[Generator, int], int]) -> Callable[[Generator, int], int]:
+    """Returns what asks the other ranks as `plain` does, and has them be busy until they end."""
     idle = [0]
 
-    def continues(self: Generator, busy: bool) -> bool:
-        asked = plain(self, busy)
-        idle[0] = 0 if busy else idle[0] + 1
-        return asked and idle[0] <= _IDLE_PASSES
+    def state(self: Generator, own: int) -> int:
+        plain(self, own)
+        idle[0] = 0 if own else idle[0] + 1
+        return 2 if idle[0] <= _IDLE_PASSES else 0
 
-    return continues
+    return state
 
 
 def rollout_source(config: RunConfig, launch: Launch, training: Training) -> RolloutSource:
@@ -64,7 +64,7 @@ def rollout_source(config: RunConfig, launch: Launch, training: Training) -> Rol
     modules: Any = source
     modules.Scorer = _Scorer
     generator: Any = Generator
-    generator._continues = _in_step(Generator._continues)
+    generator._state = _in_step(Generator._state)
     prompts = tuple(
         Prompt(place=Place(Path("prompts"), "line", number), ids=tuple(range(3, 8 + number % 5)), given="")
         for number in range(64)

@@ -52,6 +52,11 @@ class Drawn:
     sampled_logps: list[float]
     reward: float
 
+    def written(self) -> list[bool]:
+        """Which tokens a tool wrote, where some are: in the middle, so that turns of the model lie around them."""
+        first, last = len(self.tokens) // 3, len(self.tokens) // 2
+        return [first <= place < last for place in range(len(self.tokens))]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
@@ -62,12 +67,14 @@ class Job:
         iterations: of each generation batch.
         parts: micro-batches of a step.
         corrects: whether the sampler's log-probabilities count, as TRL has it for vLLM.
+        tools: whether a tool wrote some of the tokens.
     """
 
     settings: dict[str, Any]
     iterations: int = 1
     parts: int = 1
     corrects: bool = False
+    tools: bool = False
 
 
 class Found(NamedTuple):
@@ -177,7 +184,8 @@ def trl_steps(folder: Path, job: Job, steps: int, out: Path) -> Found:
             assert len(prompts) == len(batch)
             logps = [one.sampled_logps for one in batch] if job.corrects else None
             ids = [list(one.prompt) for one in batch], [list(one.tokens) for one in batch]
-            return (*ids, None, [""] * len(batch), logps, {}, None, None)
+            mask = [[int(not written) for written in one.written()] for one in batch] if job.tools else None
+            return (*ids, mask, [""] * len(batch), logps, {}, None, None)
 
         def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
             loss: Tensor = super()._compute_loss(model, inputs)
@@ -293,8 +301,12 @@ def _targets(folder: Path) -> list[str]:
     return sorted(settings["target_modules"])
 
 
-def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) -> tuple[Any, ...]:
-    """Trains on the ranks that call it; losses, figures, and this rank's parts of gradients and adapter."""
+def engine_steps(folder: Path | str, settings: dict[str, object], steps: int, tools: bool = False) -> tuple[Any, ...]:
+    """Trains on the ranks that call it; losses, figures, and this rank's parts of gradients and adapter.
+
+    Args:
+        tools: see `Job`.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # not check_config: it refuses an adapter to start from beside a divergence, because the reference is the model
     # without it, as it is here
@@ -326,6 +338,7 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
                 tokens=one.tokens,
                 sampled_logps=one.sampled_logps,
                 advantage=float(advantage),
+                written=one.written() if tools else None,
                 trained=one.tokens[-1] == 2 or not objective.mask_truncated,
             )
             for one, advantage in zip(drawn, _advantages(drawn, config).of_completions, strict=True)

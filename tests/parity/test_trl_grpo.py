@@ -6,6 +6,7 @@ in one process; then whole trainings in other layouts. `tests.parity.grpo_traini
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,15 @@ JOBS: dict[str, Job] = {
         )
     },
 }
+JOBS |= {
+    f"tools {name}": replace(JOBS[name], tools=True)
+    for name in (
+        *LOSSES, "dapo twice", "gspo twice", "luspo beta", "grpo parts", "masked dapo", "least sure", "far",
+        "token_truncate", "sequence_mask", "sequence_mask gspo",
+    )
+}  # fmt: skip
 QUICK = (
+    "tools dapo twice", "tools sequence_mask",
     "gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward",
     "far from a sampler that is not corrected", "token_mask vespo",
 )  # fmt: skip
@@ -139,7 +148,7 @@ NAMES = {
 def test_losses_figures_and_gradients_are_trls(name: str, workspace: Path) -> None:
     job, expected = JOBS[name], theirs(workspace, name, FEW)
     settings = engine_settings(workspace, job)
-    losses, figures, gradients, _ = engine_steps(workspace, settings, FEW)
+    losses, figures, gradients, _ = engine_steps(workspace, settings, FEW, job.tools)
     # terms of vespo are of order 5, and their weights multiply the rounding of nine log-ratios by its exponents
     looser = 5 if job.settings["loss_type"] == "vespo" else 1
     assert losses == pytest.approx(expected.losses, rel=1e-5, abs=CANCELS * looser)

@@ -18,7 +18,8 @@ from engine.config.rollout import RewardSource, RolloutOptions
 from engine.errors import UserError
 from engine.rollouts.figures import OVERLONG
 from engine.rollouts.objective.advantages import overlong_penalties, total_rewards
-from engine.rollouts.rewards.pool import CallFailed, RewardPool, Sample, Scores
+from engine.rollouts.rewards.pool import RewardPool, Sample, Scores
+from engine.rollouts.user_process import CallFailed
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, time
@@ -209,7 +210,7 @@ def test_no_process_outlives_the_pool(file: Path) -> None:
     pool = RewardPool([RewardSource.parse(f"{file}:waits")], workers=2, timeout=5, columns=[])
     with pool:
         assert pool.begin(samples(["a", "b"])).wait(30)
-        pids = [worker._process.pid for worker in pool._workers if worker._process is not None]
+        pids = [pid for worker in pool._workers if (pid := worker._process.pid) is not None]
     assert len(pids) == 2
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -228,13 +229,13 @@ def test_signals_that_stop_a_run_stop_no_process(file: Path) -> None:
     sources = [RewardSource.parse(f"{file}:{name}") for name in ("waits", "terminates_another")]
     with RewardPool(sources, workers=1, timeout=10, columns=[]) as pool:
         assert pool.check() is None
-        process = pool._workers[0]._process
+        process = pool._workers[0]._process.pid
         assert process is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.killpg(process.pid, number)
+            os.killpg(process, number)
         scoring = pool.begin(samples(["a"]))
         assert scoring.wait(30) and scoring.result().rewards.tolist() == [[0.5, -signal.SIGTERM]]
-        assert pool._workers[0]._process is process
+        assert pool._workers[0]._process.pid == process
 
 
 def test_a_closed_pool_starts_nothing(file: Path) -> None:
@@ -242,7 +243,7 @@ def test_a_closed_pool_starts_nothing(file: Path) -> None:
         assert pool.check() is None
     with pytest.raises(CallFailed):
         pool._workers[0].start()
-    assert pool._workers[0]._process is None
+    assert pool._workers[0]._process.pid is None
 
 
 def test_a_call_has_whole_groups(file: Path, tmp_path: Path) -> None:

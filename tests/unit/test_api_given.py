@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from engine.api import RunConfig, UserError, load_config, train
-from engine.rollouts.rewards.program_functions import CallFailed, ProgramFunction
+from engine.rollouts.rewards.program_functions import ProgramFunction
+from engine.rollouts.user_process import CallFailed
 from tests.support.commands import losses
 from tests.support.rollout_runs import rollout_settings
 from tests.wrong_inputs.workplace import RECORDS, make_place

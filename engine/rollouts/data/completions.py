@@ -36,6 +36,8 @@ class Completion:
         tokens: ids of the answer, at least one; with the token that ends it, unless it is truncated.
         sampled_logps: of each of `tokens`, the logarithm of the probability with which it was drawn, at the sampling
             temperature.
+        written: whether each of `tokens` was not sampled, but written by an environment: it is read and not learned;
+            None for none.
         advantage: over its group.
         token_advantages: what is added to it for each of `tokens`; None for nothing.
         trained: False excludes it, a truncated one, from the loss, but not from the number of completions.
@@ -46,7 +48,14 @@ class Completion:
     sampled_logps: Sequence[float]
     advantage: float
     token_advantages: Sequence[float] | None = None
+    written: Sequence[bool] | None = None
     trained: bool = True
+
+    def targets(self) -> list[bool]:
+        """Returns whether each of `tokens` is a target."""
+        if not self.trained or self.written is None:
+            return [self.trained] * len(self.tokens)
+        return [not one for one in self.written]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +120,7 @@ def completion_columns(completions: Sequence[Completion], row_weight: RowWeight)
     """
     assert all(one.prompt and len(one.tokens) == len(one.sampled_logps) > 0 for one in completions)
     ids = [[*one.prompt, *one.tokens] for one in completions]
-    flags = [flag for one in completions for flag in [False] * len(one.prompt) + [one.trained] * len(one.tokens)]
+    flags = [flag for one in completions for flag in [False] * len(one.prompt) + one.targets()]
     logps = [logp for one in completions for logp in (*[0.0] * len(one.prompt), *one.sampled_logps)]
     added = None
     if completions[0].token_advantages is not None:

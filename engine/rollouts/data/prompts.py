@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,6 +55,18 @@ class Prompt:
     def completion(self, text: str) -> str | list[dict[str, str]]:
         """Returns an answer in the form of the prompt."""
         return text if isinstance(self.given, str) else [{"role": "assistant", "content": text}]
+
+
+class PromptChat(Protocol):
+    """A chat template that shows tools to the model."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the token ids of a conversation up to where the assistant's turn begins.
+
+        Raises:
+            UserError: the template refuses these messages.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +121,7 @@ def read_prompts(
     tokenizer: Tokenizer,
     room: int,
     overlong: str = "drop",
+    chat: PromptChat | None = None,
     progress: Advance | None = None,
 ) -> PromptSet:
     """Reads and tokenises prompts.
@@ -118,6 +131,7 @@ def read_prompts(
         tokenizer: encodes them.
         room: maximum tokens of a prompt, so that an answer has room in a row.
         overlong: "error" refuses a longer one; anything else drops it.
+        chat: shows tools to the model; None for none.
         progress: see `Advance`.
 
     Raises:
@@ -128,7 +142,7 @@ def read_prompts(
     kept: list[Prompt] = []
 
     def prompts_of(records: list[tuple[Place, Record]]) -> Iterator[Prompt]:
-        return (parse_prompt(place, record, tokenizer) for place, record in records)
+        return (parse_prompt(place, record, tokenizer, chat) for place, record in records)
 
     for _, prompts in read_chunks(files, open_records, prompts_of, _TOLD, progress):
         lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
@@ -153,8 +167,11 @@ def read_prompts(
     )
 
 
-def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
+def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer, chat: PromptChat | None = None) -> Prompt:
     """Parses and tokenises one record of any form in the table above.
+
+    Args:
+        chat: shows tools to the model; None for none.
 
     Raises:
         UserError: a malformed record: names file, record and field.
@@ -172,6 +189,11 @@ def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
     if (taken := next((key for key in columns if key in _RESERVED), None)) is not None:
         raise place.error(f"field '{taken}' has the name of an argument of reward functions; rename it.")
     if isinstance(record[name], str):
+        if chat is not None:
+            raise place.error(
+                f"field '{name}' is a text, and a conversation in which tools are called is a list of messages: write "
+                '[{"role": "user", "content": ...}].'
+            )
         text = string_field(place, record, name, "prompt")
         ids: Sequence[int] = tokenizer.encode(text, bos=tokenizer.adds_bos)
         if not ids:
@@ -184,7 +206,7 @@ def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
             "field of its own, such as answer."
         )
     try:
-        ids = tokenizer.chat_prompt(turns)
+        ids = tokenizer.chat_prompt(turns) if chat is None else chat.prompt(turns)
     except UserError as error:
         raise place.error(str(error)) from error
     return Prompt(place=place, ids=tuple(ids), given=[dict(turn) for turn in turns], columns=columns)

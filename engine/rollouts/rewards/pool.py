@@ -8,18 +8,11 @@ Rewards are a function of texts: neither the number of processes nor their order
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,30 +21,18 @@ from numpy.typing import NDArray
 
 from engine.config.rollout import LARGEST_REWARD, MODEL_REWARD, RewardSource
 from engine.files import platforms
-from engine.files.strict_json import JsonFlaw
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_number
-from engine.foreign.frames import receive_frame, send_frame
-from engine.foreign.signals import signal_name
-from engine.foreign.streams import LimitedStream
-from engine.foreign.supervisor import ENDING_SECONDS
-from engine.rollouts.rewards.program_functions import CallFailed, ProgramFunction
+from engine.rollouts.rewards.program_functions import ProgramFunction
+from engine.rollouts.user_process import CallFailed, UserProcess
 from engine.sentences import on_one_line
-from engine.telemetry.torchrun import without_rank
 
-_ROOT = Path(__file__).resolve().parents[3]
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from engine.rollouts.rewards.worker import run; run(*map(int, sys.argv[2:]))"
-)
 _START_SECONDS, _MODEL_SECONDS = 120.0, 1800.0
 """Seconds that a process gets to import the files of the functions, and to read reward models."""
 _HANGS = 3
 """Consecutive completions of one failed call that may hang before the rest of it is skipped."""
 _TRIES = 4
 """Multiple of rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
-_GONE_SECONDS = 2.0
-"""Seconds that a process that has closed its connection gets to exit, before it is killed."""
 _ANSWER_BYTES, _SENTENCE_BYTES = 1 << 16, 1 << 13
 """Maximum bytes of an answer, and further bytes for each completion or function, which may have a sentence."""
 _LONGEST_SENTENCE = 1000
@@ -67,9 +48,11 @@ class Sample:
     Args:
         place: where its prompt comes from, for messages.
         prompt: a text, or a list of messages.
-        completion: a text, or a list of one message where the prompt is one of messages.
+        completion: a text, or a list of messages where the prompt is one of messages.
         completion_ids: its tokens.
         columns: the other fields of its record.
+        environment: the score that its environment gave; None for none.
+        failure: why it has no reward whatever it is; None where it may have one.
     """
 
     place: str
@@ -77,6 +60,8 @@ class Sample:
     completion: Any
     completion_ids: Sequence[int]
     columns: Mapping[str, Any]
+    environment: float | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +83,7 @@ def _sentence(words: str) -> str:
 
 
 class _Worker:
-    """One process; started where it is first called, and again after a failure.
+    """A process that calls functions; started where it is first called, and again after a failure.
 
     Args:
         wanted: the functions, as `engine.rollouts.rewards.worker.serve` takes them.
@@ -109,12 +94,8 @@ class _Worker:
         self._wanted, self._timeout = wanted, timeout
         self.call_seconds = 0.0
         """Seconds that all calls took, without the start of processes."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._lifeline: int | None = None
-        """A pipe's end for writing: the process ends when it is closed."""
+        self._process = UserProcess("engine.rollouts.rewards.worker")
         self._calls = 0
-        self._lock, self._has_ended = threading.Lock(), False
 
     def start(self) -> list[str]:
         """Starts the process, where there is none; returns the problems of the functions.
@@ -124,31 +105,12 @@ class _Worker:
             UserError: this is Windows.
         """
         platforms.require_posix("a reward function, which runs in a process of its own,")
-        with self._lock:
-            if self._has_ended:
-                raise CallFailed("the run ended")
-            if self._process is not None:
-                return []
-            self._connection, other = socket.socketpair()
-            lifeline, self._lifeline = os.pipe()
-            with other:
-                numbers = map(str, (other.fileno(), lifeline, os.getpid()))
-                # the functions' output must not mix with this program's standard output; in a session
-                # of its own, so that the functions' child processes can be killed with it
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(_ROOT), *numbers],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    pass_fds=(other.fileno(), lifeline),
-                    close_fds=True,
-                    start_new_session=True,
-                    env=without_rank(os.environ),
-                )
-            os.close(lifeline)
+        if not self._process.start():
+            return []
         seconds = _MODEL_SECONDS if any(one[:2] == (None, MODEL_REWARD) for one in self._wanted) else _START_SECONDS
         problems = self._exchange(self._wanted, Deadline(seconds), sentences=len(self._wanted))
         if not isinstance(problems, list) or not all(isinstance(one, str) for one in problems):
-            raise self._malformed(f"{described(problems)}, where a list of sentences was expected")
+            raise self._process.malformed(f"{described(problems)}, where a list of sentences was expected")
         return problems
 
     def call(self, request: dict[str, Any]) -> list[float | str | None]:
@@ -159,7 +121,7 @@ class _Worker:
         """
         problems = self.start()
         if problems:
-            self.close()
+            self._process.close()
             raise CallFailed(problems[0])
         self._calls += 1
         begin = time.monotonic()
@@ -168,85 +130,34 @@ class _Worker:
             reply = self._exchange({"call": self._calls, **request}, Deadline(self._timeout), sentences=count)
         finally:
             self.call_seconds += time.monotonic() - begin
+        malformed = self._process.malformed
         if not isinstance(reply, dict) or reply.get("call") != self._calls:
-            raise self._malformed(f"{described(reply)} to another call")
+            raise malformed(f"{described(reply)} to another call")
         if isinstance(problem := reply.get("problem"), str):
             raise CallFailed(_sentence(problem))
         rewards = reply.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != count:
-            raise self._malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
+            raise malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
         for one in rewards:
             if not (one is None or isinstance(one, str) or (is_number(one) and abs(one) <= LARGEST_REWARD)):
-                raise self._malformed(f"{described(one)} for a reward")
+                raise malformed(f"{described(one)} for a reward")
         return [_sentence(one) if isinstance(one, str) else one for one in rewards]
 
     def _exchange(self, message: object, deadline: Deadline, *, sentences: int) -> Any:
-        """Sends a message and returns its answer.
+        """Sends a message and returns its answer; see `UserProcess.exchange`.
 
         Args:
             sentences: that the answer may have.
-
-        Raises:
-            CallFailed: there is none in time, or none that is JSON within limits.
         """
-        connection = self._connection
-        if connection is None:  # another thread has ended the process
-            raise CallFailed("the run ended")
         most_bytes = _ANSWER_BYTES + sentences * _SENTENCE_BYTES
-        stream = LimitedStream(connection, deadline, most_bytes=most_bytes)
-        try:
-            send_frame(stream, message)
-            return receive_frame(stream)
-        except TimeoutError:
-            self.close()
-            raise CallFailed(f"it did not come to an end within {deadline.seconds:g} s", hung=True) from None
-        except JsonFlaw as flaw:
-            raise self._malformed(f"what cannot be read ({flaw})") from None
-        except (EOFError, OSError):
-            raise CallFailed(f"its process ended {self._how_it_ended()}") from None
-
-    def _malformed(self, answer: str) -> CallFailed:
-        """Ends the process, since later bytes may belong to this answer; returns the failure."""
-        self.close()
-        return CallFailed(f"its process answered with {answer}")
-
-    def _how_it_ended(self) -> str:
-        process = self._process
-        if process is None:
-            return "with the run"
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GONE_SECONDS)
-        status = process.poll()
-        self.close()
-        if status is None:
-            return "its connection"
-        return f"with status {status}" if status >= 0 else f"by {signal_name(-status)}"
-
-    def close(self) -> None:
-        """Ends the process and its child processes; a later call starts another."""
-        with self._lock:
-            connection, lifeline, process = self._connection, self._lifeline, self._process
-            self._connection = self._lifeline = self._process = None
-        if connection is not None:
-            connection.close()
-        if lifeline is not None:
-            os.close(lifeline)
-        if process is not None:
-            process.send_signal(signal.SIGCONT)  # a function may have stopped it, and it would not see its lifeline end
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(2 * ENDING_SECONDS)
-            with suppress(ProcessLookupError):  # all of it was ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        return self._process.exchange(message, deadline, most_bytes=most_bytes)
 
     def end(self) -> None:
-        """Ends the process as `close` does; no other is started."""
-        with self._lock:
-            self._has_ended = True
-        self.close()
+        """Ends the process; no other is started."""
+        self._process.end()
 
 
-class _Failures:
+class Failures:
     """The failures of one function in one generation batch.
 
     Args:
@@ -359,7 +270,7 @@ class RewardPool:
     def begin(self, samples: Sequence[Sample]) -> Scoring:
         """Starts to score completions."""
         rewards = np.full((len(samples), len(self._sources)), np.nan)
-        failures = [_Failures(source.name) for source in self._sources]
+        failures = [Failures(source.name) for source in self._sources]
         size = -(-len(samples) // (self._num_workers * self._group)) * self._group
         chunks = [range(first, min(first + size, len(samples))) for first in range(0, len(samples), max(size, 1))]
 
@@ -395,7 +306,7 @@ class RewardPool:
         function: int,
         samples: Sequence[Sample],
         chunk: range,
-        failures: _Failures,
+        failures: Failures,
     ) -> list[tuple[int, float | str | None]]:
         """Returns the reward of each completion, or the reason why there is none."""
         try:
@@ -437,7 +348,7 @@ class RewardPool:
         self.close()
 
 
-def _scores(samples: Sequence[Sample], rewards: NDArray[np.float64], failures: Sequence[_Failures]) -> Scores:
+def _scores(samples: Sequence[Sample], rewards: NDArray[np.float64], failures: Sequence[Failures]) -> Scores:
     return Scores(rewards=rewards, problems=tuple(sentence for one in failures for sentence in one.sentences(samples)))
 
 

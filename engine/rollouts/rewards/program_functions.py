@@ -14,18 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.rollouts.rewards.worker import scored, with_its_columns
-
-
-class CallFailed(Exception):
-    """Raised where a call gave no rewards; its text is the reason.
-
-    Args:
-        hung: whether it did not come to an end.
-    """
-
-    def __init__(self, why: str, *, hung: bool = False) -> None:
-        super().__init__(why)
-        self.hung = hung
+from engine.rollouts.user_process import CallFailed
 
 
 class ProgramFunction:

@@ -32,7 +32,7 @@ from engine.rollouts.rewards.built_in import Reward, built_in
 from engine.sentences import listed, on_one_line
 from engine.telemetry.ending import end_with_parent
 
-_REQUEST_BYTES = 1 << 40
+REQUEST_BYTES = 1 << 40
 """Maximum bytes of a request, which is as long as the run's prompts and completions: this process trusts its caller."""
 
 
@@ -60,9 +60,9 @@ def serve(descriptor: int, parent: int) -> None:
         parent: process id of this one's, with which it ends.
     """
     end_with_parent(parent)
-    _ignore_signals()
+    ignore_signals()
     with socket.socket(fileno=descriptor) as connection:
-        stream, own = LimitedStream(connection, None, most_bytes=_REQUEST_BYTES), os.getpid()
+        stream, own = LimitedStream(connection, None, most_bytes=REQUEST_BYTES), os.getpid()
 
         def answer(message: object) -> None:
             if os.getpid() != own:  # a fork by a file or a function, which returned here
@@ -70,22 +70,22 @@ def serve(descriptor: int, parent: int) -> None:
             send_frame(stream, message)
 
         try:
-            functions, problems = _load_all(_receive(stream))
+            functions, problems = _load_all(receive(stream))
             answer(problems)
             while True:
-                request = _receive(stream)
+                request = receive(stream)
                 reply = scored(functions[request.pop("function")], request)
                 answer({"call": request["call"], **reply})
         except (EOFError, ConnectionError):
             return
 
 
-def _receive(stream: LimitedStream) -> Any:
+def receive(stream: LimitedStream) -> Any:
     """Receives a request of the run, whose records may have anything that a data file may."""
     return json.loads(receive_bytes(stream))
 
 
-def _ignore_signals() -> None:
+def ignore_signals() -> None:
     """Ignores the signals that stop a run, which a scheduler may send to all processes: the caller finishes its step
     first, and ends this process. Child processes of the functions keep the system's own handling, and no signal is
     blocked, whatever the caller has blocked in its threads."""
@@ -106,12 +106,16 @@ def _load_all(wanted: Sequence[tuple[str | None, str, str, list[str]]]) -> tuple
             functions.append(built_in(name, argument) if file is None else _load(Path(file), name, columns))
         except BaseException as error:  # the user's module may raise anything, and call sys.exit
             entry = f"{name}:{json.loads(argument)[0]}" if file is None else f"{file}:{name}"
-            problems.append(f"{entry} cannot be loaded ({_described(error)})")
+            problems.append(f"{entry} cannot be loaded ({described_error(error)})")
     return functions, problems
 
 
 def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
-    """Returns the function of this name in a file.
+    return with_its_columns(load_object(file, name), columns)
+
+
+def load_object(file: Path, name: str) -> Any:
+    """Returns the function or class of this name in a file.
 
     Raises:
         Exception: the file raised it, or has no such function.
@@ -129,7 +133,7 @@ def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"there is no function {name}")
-    return with_its_columns(function, columns)
+    return function
 
 
 def with_its_columns(function: Reward, columns: Sequence[str]) -> Reward:
@@ -189,7 +193,7 @@ def scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
         # inside too: a number of the function's own class may raise
         return {"rewards": [_checked(one) for one in found]}
     except BaseException as error:  # the user's function may raise anything, and call sys.exit
-        return {"problem": f"it raised {_described(error)}"}
+        return {"problem": f"it raised {described_error(error)}"}
 
 
 async def _awaited(promise: Any) -> Any:
@@ -219,7 +223,8 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {on_one_line(type(value).__name__)}"
 
 
-def _described(error: BaseException) -> str:
+def described_error(error: BaseException) -> str:
+    """Returns an exception's kind and words, on one line."""
     try:
         kind, words = on_one_line(type(error).__name__), on_one_line(str(error))
         found = f"{kind}: {words}" if words else kind

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
@@ -58,14 +58,17 @@ class Shown(NamedTuple):
     prompt: Sequence[int]
 
 
-class Asked:
+_Made = TypeVar("_Made")
+
+
+class Asked(Generic[_Made]):
     """Completions under way.
 
     Args:
         answers: the future of each.
     """
 
-    def __init__(self, answers: Sequence[Future[Answer]]) -> None:
+    def __init__(self, answers: Sequence[Future[_Made]]) -> None:
         self.answers = answers
 
     def wait(self, seconds: float) -> bool:
@@ -73,7 +76,7 @@ class Asked:
         done, left = wait(self.answers, seconds, return_when=FIRST_EXCEPTION)
         return not left or any(one.exception() is not None for one in done)
 
-    def result(self) -> list[Answer]:
+    def result(self) -> list[_Made]:
         """Returns the completions, in the order of the questions; waits for them.
 
         Raises:
@@ -299,7 +302,7 @@ class CompletionServer:
 
     # sampling
 
-    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked:
+    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked[Answer]:
         """Begins to sample completions, as many at a time as rollout.slots says.
 
         Args:

@@ -37,7 +37,7 @@ class CompletionServers:
     def unload(self, adapter: str) -> None:
         self._each(lambda one: one.unload(adapter))
 
-    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked:
+    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked[Answer]:
         """Begins to sample completions, as many at a time on each server as rollout.slots says. All of a group go to
         one server, which then runs their prompt once."""
         count, answers = len(self._servers), dict[int, Future[Answer]]()
@@ -46,6 +46,15 @@ class CompletionServers:
             asked = server.ask(adapter, [questions[place] for place in places], settings)
             answers |= dict(zip(places, asked.answers, strict=True))
         return Asked([answers[place] for place in range(len(questions))])
+
+    def sample(self, adapter: str, place: int, question: Question, settings: SamplingSettings) -> Answer:
+        """Samples one completion, when the server has room for it.
+
+        Args:
+            place: of the completion in its generation batch, by which groups are dealt out.
+        """
+        server = self._servers[place // self._group % len(self._servers)]
+        return server.ask(adapter, [question], settings).result()[0]
 
     def close(self) -> None:
         for one in self._servers:

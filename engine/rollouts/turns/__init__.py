@@ -1,0 +1,1 @@
+"""Completions of several turns: tools, environments, and the conversations in which the model calls them."""

@@ -286,7 +286,7 @@ class RolloutSource:
         buffer = Buffer(
             generation=generation,
             prompts=numbers,
-            completions=tuple(completions),
+            completions=tuple(replace(one, dialogue=None) for one in completions),
             rewards_NF=rewards_NF,
             advantages=found.of_completions,
             uniform=~found.varies,

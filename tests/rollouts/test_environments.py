@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from engine.config.rollout import RolloutOptions
 from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs, Seat
+from engine.rollouts.turns.worker import Host, host_of
 from engine.rollouts.user_process import CallFailed
 
 FILE = '''
@@ -266,6 +269,20 @@ def test_programs_environments_are_called_in_this_process(file: Path) -> None:
         assert call(seat, "multiply", a=2, b=3) == (False, "6") and seat.ask({"do": "reward"})["reward"] == 1.5
         with pytest.raises(CallFailed, match="its reset raised"):
             reset(seat, how="raises")
+
+
+def test_the_tools_of_the_documentation_work() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.MULTILINE)
+    space: dict[str, Any] = {}
+    for block in blocks:
+        if "def " in block:
+            exec(textwrap.dedent(block), space)
+    host = host_of([space["multiply"]], space["Door"])
+    assert isinstance(host, Host) and len(host.description()["schemas"]) == 2
+    assert host.answer({"do": "reset", "columns": {"code": "42", "prompt": []}}) == {"observation": "The code is 42."}
+    found = host.answer({"do": "call", "name": "open", "arguments": {"digits": "42"}})
+    assert found == {"result": "It opens.", "failed": False} and host.answer({"do": "reward"}) == {"reward": 1.0}
 
 
 def test_who_waits_for_a_seat_ends_with_the_run(file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import pytest
 
@@ -86,8 +86,8 @@ def multiply(a: int, b: float = 2.0) -> float:
 
 
 def forecast(
-    place: str, unit: Literal["c", "f"], tags: list[str], days: Optional[dict[str, int]] = None, x: int | str = 1
-) -> str:  # noqa: E501, UP045
+    place: str, unit: Literal["c", "f"], tags: list[str], days: dict[str, int] | None = None, x: int | str = 1
+) -> str:
     """Looks at the weather.
 
     Args:

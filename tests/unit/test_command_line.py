@@ -105,6 +105,7 @@ def test_a_tilde_is_the_home_in_every_path_of_a_run(monkeypatch: pytest.MonkeyPa
     """Given on the command line or in a file; what has no such home is refused, not made here."""
     home = _home(monkeypatch, tmp_path)
     texts = {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl", "rollout.rewards": "~/x.py:f"}
+    texts |= {"rollout.tools": "~/x.py:f", "rollout.environment": "~/x.py:F"}
     given = dict.fromkeys(PATH_OPTIONS, "~/x") | texts
     prompt = ["--train.sample_prompts=x", "--train.sample_every=1"]  # which the image belongs to
     config = parse_config([*prompt, *(f"--{name}={value}" for name, value in given.items())])

@@ -103,7 +103,9 @@ class Conversation:
             UserError: the prompt is too long then, or the template refuses it.
         """
         last = self._given[-1]
-        given = [*self._given[:-1], {**last, "content": f"{last['content']}{text}"}]
+        content: Any = last["content"]
+        content = f"{content}{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+        given = [*self._given[:-1], {**last, "content": content}]
         ids = self._talk.chat.prompt(given)
         if len(ids) > self._talk.room:
             raise UserError(

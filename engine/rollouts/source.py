@@ -437,8 +437,12 @@ class RolloutSource:
     def _divergences(self, buffer: Buffer, prompts: range) -> dict[str, float]:
         """Returns an estimate of the divergence from each teacher over the completions of a step, by name."""
         assert buffer.teacher_logps is not None
-        places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)
-        found = divergences(buffer.teacher_logps[places], buffer.own_logps[places])
+        places = range(prompts.start * buffer.group, prompts.stop * buffer.group)
+        sampled = [buffer.completions[place].sampled_mask() for place in places]
+        found = divergences(
+            [buffer.teacher_logps[place][:, mask] for place, mask in zip(places, sampled, strict=True)],
+            [buffer.own_logps[place][mask] for place, mask in zip(places, sampled, strict=True)],
+        )
         names = self._config.distillation.names
         return {f"teachers/{name}/kl": float(one) for name, one in zip(names, found, strict=True)}
 
@@ -498,11 +502,12 @@ class RolloutSource:
         """Returns what teachers add to the advantage of each token of a completion; None without teachers."""
         if buffer.teacher_logps is None:
             return None
-        options = self._config.distillation
-        added: list[float] = token_advantages(
-            buffer.teacher_logps[place], buffer.own_logps[place], options.factors, options.discount
-        ).tolist()
-        return added
+        options, own = self._config.distillation, buffer.own_logps[place]
+        added, sampled = np.zeros(len(own), dtype=np.float32), buffer.completions[place].sampled_mask()
+        added[sampled] = token_advantages(
+            buffer.teacher_logps[place][:, sampled], own[sampled], options.factors, options.discount
+        )
+        return [float(one) for one in added]
 
     def _row_loader(self, dataset: TokenDataset) -> DataLoader:
         """Returns the loader that makes one global batch of all rows, filled up so that every rank has as many

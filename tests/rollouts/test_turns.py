@@ -92,7 +92,10 @@ def test_tokens_only_grow_and_their_probabilities_are_the_trainers(run: Prepared
             )
         )  # fmt: skip
     dataset = TokenDataset(completion_columns(documents, "tokens"), seq_length=64, packing=True)
-    logps, ends = token_logps(run.config, run.training, dataset), (dataset.starts + dataset.lengths).tolist()
+    logps, ends = (
+        token_logps(run.config, run.training.mesh, run.training.stages, dataset),
+        (dataset.starts + dataset.lengths).tolist(),
+    )
     for end, one in zip(ends, found, strict=True):
         assert logps[end - len(one.tokens) : end] == pytest.approx(one.logps, abs=4e-6)
 

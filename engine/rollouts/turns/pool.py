@@ -15,6 +15,7 @@ from queue import Empty, LifoQueue
 from typing import Any, Protocol
 
 from engine.config.rollout import IN_PROGRAM, NamedObject, RolloutOptions
+from engine.files import platforms
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_number
 from engine.rollouts.turns.worker import LONGEST_RESULT, Host, host_of
@@ -83,6 +84,7 @@ class _ProcessSeat:
         self._description: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
+        platforms.require_posix("a tool or an environment, which runs in a process of its own,")
         if self._process.start():
             found = self._process.exchange(self._wanted, Deadline(_START_SECONDS), most_bytes=_ANSWER_BYTES)
             if not isinstance(found, dict):

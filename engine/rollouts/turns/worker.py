@@ -14,7 +14,6 @@ import asyncio
 import inspect
 import math
 import os
-import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config.rollout import LARGEST_REWARD, NamedObject
+from engine.files import platforms
 from engine.foreign.frames import send_frame
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import supervise
@@ -66,7 +66,8 @@ def serve(descriptor: int, parent: int) -> None:
         try:
             wanted = receive(stream)
             if wanted["memory"] is not None:
-                resource.setrlimit(resource.RLIMIT_AS, (wanted["memory"], wanted["memory"]))
+                limit = (wanted["memory"], wanted["memory"])
+                platforms.resource.setrlimit(platforms.resource.RLIMIT_AS, limit)
             host = _loaded(wanted)
             answer({"problem": host} if isinstance(host, str) else host.description())
             while not isinstance(host, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,11 +272,9 @@ def test_programs_environments_are_called_in_this_process(file: Path) -> None:
 
 def test_the_tools_of_the_documentation_work() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.MULTILINE)
     space: dict[str, Any] = {}
-    for block in blocks:
-        if "def " in block:
-            exec(textwrap.dedent(block), space)
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(block, space)
     host = host_of([space["multiply"]], space["Door"])
     assert isinstance(host, Host) and len(host.description()["schemas"]) == 2
     assert host.answer({"do": "reset", "columns": {"code": "42", "prompt": []}}) == {"observation": "The code is 42."}

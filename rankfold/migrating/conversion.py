@@ -201,7 +201,7 @@ def truth(given: Given) -> bool:
 
 
 def other_objective(given: Given, what: str) -> UserError:
-    """Returns the refusal of a key, or of a program, that trains another objective than any that is available here.
+    """Returns the refusal of a key, or of a program, that trains another objective than those that are converted.
 
     Args:
         given: the key.
@@ -209,10 +209,10 @@ def other_objective(given: Given, what: str) -> UserError:
     """
     known = f"objectives are {', '.join(get_args(Name))}"
     if given.key == PROGRAM:
-        return UserError(f"{given.source} starts {given.value}, which trains {what}, and nothing here does: {known}.")
+        return UserError(f"{given.source} starts {given.value}, which trains {what} and is not converted: {known}.")
     return UserError(
-        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: {known}. If "
-        f"the run should train without it, take {given.key} out."
+        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, which is not converted: {known}. If the "
+        f"run should train without it, take {given.key} out."
     )
 
 

@@ -29,6 +29,8 @@ _OTHER_OBJECTIVES = re.compile(
 """Classes of TRL's that train something else."""
 OBJECTIVES = (PROGRAM, OWN_LOOP, "trainer", "task_type", "tools", "environment_factory", "rollout_func")
 """Keys by which this module names a script's trained parameters, whatever its arguments are."""
+_FUNCTIONS = ("reward_funcs", "tools", "environment_factory")
+"""Arguments of trainers that are functions or classes of the script."""
 SWITCHES = ("use_lora", "use_peft", "lora_enable")
 """Arguments of scripts that make adapters or leave it."""
 _ADAPTED = ("LoraConfig", "get_peft_model", "prepare_model_for_kbit_training")
@@ -91,7 +93,7 @@ def read_python(text: str, source: str) -> list[Given]:
         if kind == "LoraConfig":
             given += [Given(source="LoraConfig's default", key=key, value=one, idle=True) for key, one in _LORA.items()]
         for key, node in _keys(call, kind, owner, names):
-            value = _function_names(node, names) if key == "reward_funcs" else _value(node, names, own, parsed)
+            value = _function_names(node, names) if key in _FUNCTIONS else _value(node, names, own, parsed)
             if isinstance(value, dict) and key == "lr_scheduler_kwargs":
                 given += [Given(source=source, key=f"{key}.{name}", value=one) for name, one in value.items()]
             elif value != "" and not (_computed(value) and any(one.key == key for one in given)):

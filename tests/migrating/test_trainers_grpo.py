@@ -60,6 +60,23 @@ def test_trls_grpo(tmp_path: Path) -> None:
     assert any(line.startswith("rollout.rewards: put short, right into rewards.py") for line in conversion.to_fill)
 
 
+def test_tools_and_environments_are_trls(tmp_path: Path) -> None:
+    """TRL calls them as here; only where they stand has to be said."""
+    script = tmp_path / "any_name.py"
+    changed = GRPO.replace("reward_funcs=[short, right],", "reward_funcs=[short, right], tools=[add, look_up],")
+    script.write_text(changed, encoding="utf-8")
+    conversion, _ = convert(read_file(script), values=[], ranks=2)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    assert config.rollout.tools == ("tools.py:add", "tools.py:look_up")
+    assert any(line.startswith("rollout.tools: put add, look_up into tools.py") for line in conversion.to_fill)
+    script.write_text(changed.replace("tools=[add, look_up]", "environment_factory=Door"), encoding="utf-8")
+    conversion, _ = convert(read_file(script), values=[], ranks=2)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    assert config.rollout.environment == "tools.py:Door" and config.rollout.tools == ()
+
+
 def test_cispos_limit_is_trls(tmp_path: Path) -> None:
     """Where none is given it is epsilon; there is no lower one."""
     _, config = converted(f"{LEAST[_GRPO]} --loss_type cispo --epsilon 0.3")

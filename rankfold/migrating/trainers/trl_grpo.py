@@ -14,6 +14,8 @@ from rankfold.migrating.trainers import shared
 _NO_EVALUATION = "rollouts are not evaluated"
 _ELSEWHERE = "rewards.py"
 """A file for the functions of a script, which must not run when they are loaded."""
+_TOOLS = "tools.py"
+"""A file for the tools and the environment of a script."""
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -41,6 +43,39 @@ def reward_funcs(conversion: Conversion, given: Given) -> None:
             f"rollout.rewards: put {named} into {_ELSEWHERE}, or import them there (from trl.rewards import ...); "
             "functions are called as TRL calls them"
         )
+
+
+@sets("rollout.tools")
+def tools(conversion: Conversion, given: Given) -> None:
+    """Converts names of functions that the model may call."""
+    if given.value in (None, "None", []):
+        conversion.drop(given, "none")
+        return
+    found = names(given)
+    if not found or not all(name.isidentifier() for name in found):
+        conversion.drop(given, "functions that only the script knows")
+        conversion.to_fill.append(f"rollout.tools: the functions of {given.value}, as FILE.py:NAME")
+        return
+    conversion.take(given, "rollout.tools", [f"{_TOOLS}:{name}" for name in found])
+    conversion.to_fill.append(f"rollout.tools: put {', '.join(found)} into {_TOOLS}; they are called as TRL calls them")
+
+
+@sets("rollout.environment")
+def environment(conversion: Conversion, given: Given) -> None:
+    """Converts the name of a class whose methods the model may call."""
+    found = names(given)
+    name = found[0] if found else ""
+    if given.value in (None, "None", []):
+        conversion.drop(given, "none")
+    elif len(found) == 1 and name.isidentifier():
+        conversion.take(given, "rollout.environment", f"{_TOOLS}:{name}")
+        conversion.to_fill.append(
+            f"rollout.environment: put {name} into {_TOOLS}; the score of its get_reward is the entry environment of "
+            "rollout.rewards"
+        )
+    else:
+        conversion.drop(given, "a class that only the script knows")
+        conversion.to_fill.append(f"rollout.environment: the class of {given.value}, as FILE.py:NAME")
 
 
 @sets("rollout.reward_weights")

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.config.distillation import BASE
 from engine.config.hub import DATA_PREFIX, looks_like_hub_name
 from engine.config.paths import PATH_OPTIONS
+from engine.config.rollout import NamedObject, RewardSource
 from engine.config.run import RunConfig
 from engine.sentences import listed
 from rankfold.launching.job import Job
 
 _HUB_PLACES = ("HF_HOME", "HF_HUB_CACHE")
+_NO_PATHS = (("checkpoint.resume", "auto"), ("distillation.teachers", BASE))
 
 
 def remarks(target: str, job: Job, config: RunConfig) -> list[str]:
@@ -97,12 +100,13 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
             if option == "data.mix":
                 text = text.rpartition("=")[0]
             elif option == "rollout.rewards":
-                text = text.rpartition(":")[0]
-                if not text.endswith(".py"):
-                    continue  # one of the built-in functions
-            elif option == "checkpoint.resume" and text == "auto":
+                text = RewardSource.parse(text).opened or ""
+            elif option in ("rollout.tools", "rollout.environment"):
+                text = NamedObject.parse(option, text).file or ""
+            elif (option, text) in _NO_PATHS:
                 continue
-            yield option, text
+            if text:  # what is built in, or a Python program's own, is in no file
+                yield option, text
 
 
 def _is_on_hub(text: str) -> bool:

@@ -34,8 +34,12 @@ _SLURM_OWN = {
     "ntasks-per-node": "--ranks-per-node", "signal": "--grace", "requeue": "", "no-requeue": "", "array": "",
 }  # fmt: skip
 """Options of sbatch that the script depends on -> the option of this command that stands for it, if there is one."""
-_SECRET_NAME = re.compile(r"(.*_)?(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|SECRET_KEY|ACCESS_KEY|PRIVATE_KEY)", re.I)
-_SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|ghp_\w{20,}|AKIA[A-Z0-9]{16})")
+_SECRET_NAME = re.compile(r"(.*_)?(TOKEN|SECRET|PASSWORD|PASSWD|(API)?KEY)", re.I)
+_SECRET_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|ghp_\w{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"
+    r"|://[^\s/:@]*:[^\s/@]+@"
+)
+"""A token, or an address with a password."""
 _KEY_OF_DIGITS = re.compile(r"[0-9a-f]{32,}")
 
 
@@ -69,8 +73,8 @@ def check_texts(job: Job) -> None:
             if one.name not in ("environment", "secrets") and _SECRET_VALUE.search(text):
                 place = job.config_path if one.name == "config_text" else "an option"
                 raise UserError(
-                    f"{place} holds what looks like a token, which would be in the file that is written: take it out, "
-                    "and give the variable that has it as --secret NAME."
+                    f"{place} holds what looks like a token or a password, which would be in the file that is "
+                    "written: take it out, and give the variable that has it as --secret NAME."
                 )
 
 

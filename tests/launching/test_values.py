@@ -43,9 +43,12 @@ TOKEN = "hf_" + "aB3" * 10
         ("slurm --plan", "--plan reads the config.json of model.path, /data/model, which is not on this machine: run"),
         ("slurm --secret HF_TOKEN=hub/token", "names a secret of Kubernetes, but slurm takes the variable"),
         ("slurm --data.train " + TOKEN, "an option holds what looks like a token"),
+        ("slurm --data.validation https://me:aB3x@host/texts", "an option holds what looks like a token or a password"),
         ("jobset --env HF_TOKEN=" + TOKEN, "--env HF_TOKEN would write its value into the file"),
         ("jobset --env wandb_api_key=1", "it looks like a secret"),
         ("jobset --env PLAIN=" + TOKEN, "it looks like a secret"),
+        ("jobset --env RANKFOLD_SERVER_KEY=aB3", "give --secret RANKFOLD_SERVER_KEY"),
+        ("jobset --env MLFLOW_TRACKING_URI=https://me:aB3@host", "give --secret MLFLOW_TRACKING_URI"),
         ("jobset --secret WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "never its value"),
         ("jobset --secret HF_TOKEN=hub/" + TOKEN, "never its value"),
         ("jobset --secret A --secret A", "--secret A is given twice"),
@@ -201,6 +204,22 @@ def test_remarks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         capsys, "jobset", *mounts, *relative[:2], *relative[4:]
     )
     assert said(capsys, "jobset", *mounts, *relative[:2], "--workdir", "/data") == ""
+
+
+def test_remarks_on_rewards_tools_and_teachers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files and folders that nodes need, and nothing that is no path."""
+    run = {
+        "objective": {"name": "grpo"},
+        "rollout": {
+            "rewards": ["model:judge", "r.py:f", "exact_match", "regex:a.py:b"], "tools": ["t.py:g"],
+            "environment": "e.py:E", "max_completion_length": 16, "num_generations": 8,
+        },
+        "distillation": {"teachers": ["base", "http://10.0.0.7:8000", "org/teacher", "other"]},
+    }  # fmt: skip
+    Path("run.yaml").write_text(Path("run.yaml").read_text() + yaml.safe_dump(run))
+    text = said(capsys, "jobset", "--mount", "pvc:data=/data")
+    assert "as --workdir is not given: judge, r.py, t.py, e.py, other\n" in text
+    assert "org/teacher: nodes look only into their cache" in text and text.count("\n") == 3
 
 
 def test_the_planners_lists(folder: Path) -> None:

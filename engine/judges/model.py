@@ -1,7 +1,7 @@
 """Reward models on the disk: transformers' classes for sequence classification with one label.
 
 Such a folder is a language model's with `score.weight` [1, hidden] in the place of a head of tokens. A run makes one
-of a language model, whose head it leaves out for a score head that is drawn from the seed, or goes on with one.
+of a language model, whose head it leaves out for a score head that is drawn from the seed, or trains one further.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ to its longest text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +92,30 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 def _opened(folder: str, base: str | None) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"local_files_only": True, "dtype": "auto"}
+    options: dict[str, Any] = {"local_files_only": True, "dtype": "auto", "num_labels": 1, "output_loading_info": True}
     if base is None:
         if (count := AutoConfig.from_pretrained(folder, local_files_only=True).num_labels) != 1:
             raise ValueError(f"it has {count} labels, and a reward model has one")
-        model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True, **options)
-        if missing := sorted(map(str, info["missing_keys"])):
-            raise ValueError(f"it lacks {missing[0]}, so that it is no reward model")
+        model, info = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+        _require_all(info, stored=())
         return model
-    from peft import PeftModel
+    from peft import PeftModel, load_peft_weights
 
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **options)
+    model, info = AutoModelForSequenceClassification.from_pretrained(base, **options)
+    _require_all(info, stored=load_peft_weights(folder, device="cpu"))
     return PeftModel.from_pretrained(model, folder)
+
+
+def _require_all(info: Mapping[str, Any], stored: Collection[str]) -> None:
+    """Refuses a model some of whose weights were drawn, which would score at random.
+
+    Args:
+        info: of transformers, on what a folder lacks.
+        stored: names of an adapter's tensors.
+
+    Raises:
+        ValueError: neither has a weight.
+    """
+    lacking = [name for name in map(str, info["missing_keys"]) if not any(one.endswith(f".{name}") for one in stored)]
+    if lacking:
+        raise ValueError(f"it lacks {min(lacking)}, so that it is no reward model")

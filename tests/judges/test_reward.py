@@ -116,7 +116,10 @@ def test_batches_do_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_judge_that_cannot_score_is_a_sentence(folder: Path, tmp_path: Path) -> None:
-    """A language model, a model with more labels, a folder with nothing in it."""
+    """A language model, a model with more labels, a folder with nothing in it, an adapter of a language model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     config = json.loads((folder / "judge" / "config.json").read_text(encoding="utf-8"))
     shutil.copytree(folder / "judge", tmp_path / "two")
     two = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
@@ -126,14 +129,19 @@ def test_a_judge_that_cannot_score_is_a_sentence(folder: Path, tmp_path: Path) -
     one = {"id2label": {"0": "a"}, "label2id": {"a": 0}}
     (tmp_path / "language" / "config.json").write_text(json.dumps(plain | one), encoding="utf-8")
     (tmp_path / "empty").mkdir()
+    tuned = AutoModelForCausalLM.from_pretrained(folder / "base")
+    get_peft_model(tuned, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
+        tmp_path / "headless"
+    )
     said = {}
-    for name in ("two", "language", "empty"):
+    for name in ("two", "language", "empty", "headless"):
         source = RewardSource.parse(f"model:{tmp_path / name}")
         with RewardPool([source], workers=1, timeout=60.0, columns=[]) as pool:
             said[name] = str(pool.check())
         assert said[name].startswith(f"rollout.rewards: model:{tmp_path / name} cannot be loaded (")
     assert "it has 2 labels, and a reward model has one" in said["two"]
-    assert "it lacks score.weight, so that it is no reward model" in said["language"]
+    for name in ("language", "headless"):
+        assert "it lacks score.weight, so that it is no reward model" in said[name]
 
 
 def test_options() -> None:

@@ -110,6 +110,11 @@ def complete_settings(folder: Path) -> None:
         _write_json(settings, found | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
+def holds_tokenizer(path: Path) -> bool:
+    """Returns whether a path is a tokenizer's file, or a folder with one."""
+    return path.is_file() or any((path / name).is_file() for name in (_FAST, _SENTENCEPIECE))
+
+
 def is_tokenizer_file(name: str) -> bool:
     """Returns whether a file beside a model is its tokenizer's."""
     return name.startswith(_STARTS) or name.endswith(_SUFFIXES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from contextlib import ExitStack
@@ -189,6 +190,26 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     settings = distilled_settings(tmp_path, ("other",), vocab_size=15)
     with pytest.raises(UserError, match="other, whose vocabulary has 15 entries, and"), ExitStack() as opened:
         prepared(settings, opened)
+
+
+@pytest.mark.parametrize("kind", ["model", "run"])
+def test_a_teacher_with_another_tokenizer_is_refused(kind: str, tmp_path: Path) -> None:
+    """One of as many tokens, two of which have changed places; a run has that of its base."""
+    settings = distilled_settings(tmp_path, ("other",))
+    for path in (tmp_path / "other" / "tokenizer_config.json", tmp_path / "other" / "tokenizer.json"):
+        assert path.is_file()
+    teacher = tmp_path / "other"
+    if kind == "run":
+        teacher = tmp_path / "earlier"
+        changes = {"model.path": tmp_path / "other", "distillation.teachers": "[base]", "checkpoint.dir": teacher}
+        run_here(settings | changes | {"train.steps": 1})
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    ids = tokenizer["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(UserError, match="whose tokenizer makes other tokens of the prompts"), ExitStack() as opened:
+        prepared(settings | {"distillation.teachers": f"[{teacher}]"}, opened)
 
 
 def test_the_planner_counts_the_weights_of_teachers(filled: Any) -> None:

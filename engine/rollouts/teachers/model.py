@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.tokenizer_files import holds_tokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
 from engine.config.distillation import BASE, is_server
@@ -40,11 +41,13 @@ class OpenTeacher:
         config: of the run, with the teacher in place of its model.
         source: the base.
         live: the model with its adapter.
+        tokenizer: where the tokenizer is that it was trained with; None where it has none.
     """
 
     config: RunConfig
     source: WeightSource
     live: Live
+    tokenizer: Path | None
 
 
 def model_choice(config: RunConfig, folder: Path) -> ModelChoice:
@@ -62,7 +65,7 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
     Raises:
         UserError: no model, an adapter that does not fit it, or a model that does not divide over the ranks.
     """
-    source, live, _, _ = live_sources(model_choice(config, folder), log)
+    source, live, trained, _ = live_sources(model_choice(config, folder), log)
     source.model.check_tokens()
     own = replace(
         config,
@@ -73,7 +76,9 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
         memory=replace(config.memory, cuda_graph="none"),
     )
     check_model(own, source.model, world_size)
-    return OpenTeacher(config=own, source=source, live=live)
+    places = (source.model.path if trained.path is None else trained.path, source.model.path)
+    tokenizer = next(filter(holds_tokenizer, places), None)
+    return OpenTeacher(config=own, source=source, live=live, tokenizer=tokenizer)
 
 
 def companions(config: RunConfig) -> Iterator[Companion]:

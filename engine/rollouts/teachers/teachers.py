@@ -17,7 +17,7 @@ from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.rollouts.data.prompts import Prompt
-from engine.rollouts.teachers.model import build_teacher, model_choice, open_teacher
+from engine.rollouts.teachers.model import OpenTeacher, build_teacher, open_teacher
 from engine.rollouts.teachers.served import ServedTeacher, TeacherServer
 from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
@@ -104,10 +104,13 @@ def check_teachers(
                 f"distillation.teachers has {teacher}, whose vocabulary has {found.vocab_size} entries, and that of "
                 f"{config.model.path} has {model.decoder.vocab_size}: choose a teacher of the same family."
             )
-        problem = _other_tokens(config, teacher, tokenizer, _texts(tokenizer, prompts)) if launch.rank == 0 else None
+        problem = None
+        if launch.rank == 0:
+            problem = _other_tokens(config, teacher, opened, tokenizer, _texts(tokenizer, prompts))
         if (told := broadcast_object(problem)) is not None:
             raise UserError(str(told))
-        say(f"teacher {name}: {found.family}, {found.num_layers} layers of {found.hidden}")
+        note = "" if opened.tokenizer is not None else "; it has no tokenizer that could be compared"
+        say(f"teacher {name}: {found.family}, {found.num_layers} layers of {found.hidden}{note}")
 
 
 def _texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[str]:
@@ -128,13 +131,14 @@ def _server_problem(
         server.close()
 
 
-def _other_tokens(config: RunConfig, teacher: str, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
+def _other_tokens(
+    config: RunConfig, teacher: str, opened: OpenTeacher, tokenizer: Tokenizer, texts: Sequence[str]
+) -> str | None:
     """Returns a sentence where a teacher's tokenizer makes other tokens of some texts than the run's."""
-    choice = model_choice(config, Path(teacher))
-    folder = choice.path or Path(teacher)
-    if choice.path is None or not (folder / "tokenizer_config.json").exists():
-        return None  # it has the tokenizer of its base, or none of its own
-    own = load_tokenizer(folder)
+    path = opened.tokenizer
+    if path is None or path.resolve() == Path(config.data.tokenizer or config.model.path).resolve():
+        return None
+    own = load_tokenizer(path)
     if all(list(own.encode(text)) == list(tokenizer.encode(text)) for text in texts):
         return None
     return (

@@ -37,6 +37,13 @@ HARMONY = '<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>j
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "", "", ["The call has no name"]),
         ("hermes", "<tool_call>[1]</tool_call>", "", "", ["The call is no object"]),
         ("hermes", f'<tool_call>{"[" * 100_000}</tool_call>', "", "", ["The call is no valid JSON"]),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 900}{"]" * 900}}}}}</tool_call>', "", "",
+         ["it nests too deeply"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "", "", ["a finite number"]),
+        ("llama", f'<|python_tag|>{{"name": "f", "parameters": {{"a": {"[" * 900}{"]" * 900}}}}}', "", "",
+         ["it nests too deeply"]),
+        ("qwen_xml", "<tool_call><function=f><parameter=a>NaN</parameter></function></tool_call>", "", "",
+         [("f", {"a": "NaN"})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": 3}</tool_call>', "", "", ["The arguments are no object"]),
         ("qwen_xml", XML, "", "", [("f", {"a": 1, "b": "two\nlines"})]),
         ("qwen_xml", "<tool_call>f(1)</tool_call>", "", "", ["The call has no <function=NAME>"]),
@@ -64,7 +71,7 @@ def test_calls_are_found(
     assert (turn.content, turn.reasoning, len(turn.calls)) == (content, reasoning, len(calls))
     for found, expected in zip(turn.calls, calls, strict=True):
         if isinstance(expected, str):
-            assert found.problem is not None and found.problem.startswith(expected)
+            assert found.problem is not None and expected in found.problem
         else:
             assert (found.name, found.arguments, found.problem) == (*expected, None)
 
@@ -131,7 +138,22 @@ def test_functions_that_a_model_could_not_call_are_refused() -> None:
             a: it
         """
 
+    def with_unknown(a: Nowhere) -> None:  # noqa: F821
+        """Does.
+
+        Args:
+            a: it
+        """
+
+    def with_choice(a: int) -> None:
+        """Does.
+
+        Args:
+            a: it (choices: 5)
+        """
+
     for function, why in (
+        (with_unknown, "its type hints cannot be read .NameError"), (with_choice, "are no list in JSON"),
         (without_hint, "no type hint"), (without_words, "no line for the argument a"),
         (without_docstring, "no docstring"), (with_object, "no JSON schema of the type object"),
     ):  # fmt: skip

@@ -44,7 +44,10 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     summary, described, returned = _documented(inspect.getdoc(function) or "")
     if not summary:
         raise NoSchema("it has no docstring that says what it does")
-    hints = get_type_hints(function)
+    try:
+        hints = get_type_hints(function)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:  # a hint in quotes is evaluated
+        raise NoSchema(f"its type hints cannot be read ({type(error).__name__}: {error})") from None
     properties: dict[str, Any] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -72,7 +75,7 @@ def _described(schema: dict[str, Any], words: str) -> dict[str, Any]:
     if (choices := _CHOICES.search(words)) is not None:
         try:
             schema["enum"] = [str(one).strip() for one in json.loads(choices.group(1))]
-        except ValueError:
+        except (ValueError, TypeError):
             raise NoSchema(f"the choices in {words!r} are no list in JSON") from None
         words = words[: choices.start()].strip()
     return {**schema, "description": words}

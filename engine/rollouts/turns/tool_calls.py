@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.choices import ToolFormat
+from engine.files.strict_json import JsonFlaw, JsonLimits, parse_json
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -30,6 +31,8 @@ _HARMONY = re.compile(
     r"(?:\A|<\|start\|>assistant)(.*?)<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|\Z)", re.DOTALL
 )
 _TO = re.compile(r"to=functions\.([\w.-]+)")
+_LIMITS = JsonLimits(depth=64, digits=None, finite=True)
+"""Of the JSON in a call: what is nested deeper could be parsed here, and not be handed on."""
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
@@ -124,10 +127,8 @@ def _xml_call(text: str) -> ToolCall:
 
 def _typed(text: str) -> Any:
     """Returns a value in XML, which is a text where it is no JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    value = _json(text)
+    return text if isinstance(value, _Flaw) else value
 
 
 def _llama(text: str) -> Turn:
@@ -207,11 +208,9 @@ class _Flaw(str):
 def _json(text: str) -> Any:
     """Returns the value that a text holds, or the flaw that keeps it from being JSON."""
     try:
-        return json.loads(text)
-    except RecursionError:
-        return _Flaw("nests too deeply")
-    except ValueError as error:
-        return _Flaw(str(error))
+        return parse_json(text.encode("utf-8", "surrogatepass"), _LIMITS)
+    except JsonFlaw as flaw:
+        return _Flaw(str(flaw))
 
 
 def _unreadable(value: Any) -> str:
@@ -223,11 +222,12 @@ def _values(text: str, separator: str) -> Iterator[Any]:
     decoder, place = json.JSONDecoder(), 0
     text = text.strip()
     while place < len(text):
+        begin = place
         try:
-            value, place = decoder.raw_decode(text, place)
+            place = decoder.raw_decode(text, begin)[1]
         except (ValueError, RecursionError) as error:
             yield _Flaw(str(error))
             return
-        yield value
+        yield _json(text[begin:place])
         while place < len(text) and text[place] in f" \n\t{separator}":
             place += 1

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -195,8 +195,9 @@ class RolloutOptions:
         require_positive("rollout.environment_memory", self.environment_memory, "use for example 4, or null for none")
         if self.takes_turns:
             return
-        options = ("tool_format", "max_turns", "environment_workers", "environment_memory")
-        given = next((name for name in options if getattr(self, name) is not None), None)
+        options = ("tool_format", "max_turns", "environment_workers", "environment_timeout", "environment_memory")
+        own = (field for field in fields(self) if field.name in options)
+        given = next((one.name for one in own if getattr(self, one.name) != one.default), None)
         require(
             given is None,
             f"rollout.{given} is set and neither rollout.tools nor rollout.environment is, without which a completion "
@@ -237,7 +238,11 @@ class RolloutOptions:
             f"rollout.reward_weights is {list(weights)}, so that no completion is better than another: give one above "
             "0, or [] for 1 each.",
         )
-        _ = self.reward_sources
+        require(
+            any(source.is_model for source in self.reward_sources) or self.judge_device is None,
+            f"rollout.judge_device is {self.judge_device} and rollout.rewards has no reward model: remove it, or add "
+            "model:FOLDER.",
+        )
 
     def _check_server(self) -> None:
         """Refuses invalid options of a server."""

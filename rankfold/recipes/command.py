@@ -153,7 +153,7 @@ def _plan_of(wanted: Recipe, seq_length: int | None) -> Plan:
 
 def _too_large(wanted: Recipe, seq_length: int | None) -> str:
     gpu, method = wanted.gpu, wanted.method
-    what = f"{wanted.model.name} does not fit {wanted.count} x {gpu.title} with {method}, with a base of 4 bits either"
+    what = f"{wanted.model.name} does not fit {wanted.count} x {gpu.title} with {method}, nor with a base in 4 bits"
     if seq_length is not None:
         return f"{what}: give more GPUs, or fewer tokens than --seq-length {seq_length}."
     stored = catalog.plans()

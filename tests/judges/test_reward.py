@@ -153,6 +153,8 @@ def test_options() -> None:
         RolloutOptions(rewards=("model:",))
     with pytest.raises(UserError, match="rollout.judge_device is gpu, but cpu, cuda or cuda:NUMBER is expected"):
         RolloutOptions(rewards=("model:a",), judge_device="gpu")
+    with pytest.raises(UserError, match="rollout.judge_device is cpu and rollout.rewards has no reward model"):
+        RolloutOptions(rewards=("regex:a",), judge_device="cpu")
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_a_stored_recipe_needs_no_torch() -> None:
         ("list --gpus 9", "--gpus is 9, but 1 to 8, "),
         ("show qwen3-8b --method ppo", "--method is 'ppo', "),
         ("show qwen3-8b --seq-length 1", "--seq-length is 1: give at least 2 tokens."),
-        ("show llama-3.1-70b --gpu rtx4090", "does not fit 1 x RTX 4090, 24 GB with sft, with a base of 4 bits either"),
+        ("show llama-3.1-70b --gpu rtx4090", "does not fit 1 x RTX 4090, 24 GB with sft, nor with a base in 4 bits"),
         ("list qwen3-8b --gpus 16", "no stored recipe is so"),
     ],
 )

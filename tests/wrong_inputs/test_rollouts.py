@@ -38,6 +38,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.tools": "a.py:f,a.py:f"}, "rollout.tools has a.py:f twice"),
     ({"rollout.rewards": "environment"}, "rollout.rewards has environment and rollout.environment is null"),
     ({"rollout.max_turns": 3}, "rollout.max_turns is set and neither rollout.tools nor rollout.environment is"),
+    ({"rollout.environment_timeout": 3}, "rollout.environment_timeout is set and neither rollout.tools nor"),
     ({"rollout.tool_format": "xml"}, "rollout.tool_format is 'xml', but one of hermes, qwen_xml"),
     ({"rollout.server": "http://h/a b"}, "rollout.server is http://h/a b, but the address of a server"),
     ({"rollout.server": "10.0.0.7:8000"}, "rollout.server is 10.0.0.7:8000, but the address of a server"),

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from engine.config.checks import require
 from engine.config.distillation import BASE, is_server
+from engine.config.option import changed
 from engine.config.rollout import IN_PROGRAM
 from engine.config.run import RunConfig
 
@@ -135,8 +136,19 @@ def _check_prompts(config: RunConfig) -> None:
 def _check_teachers(config: RunConfig) -> None:
     """Refuses options that cannot be combined with teachers."""
     teachers = config.distillation.teachers
+    servers = [field for field in changed(config.distillation) if field.name in ("server_kind", "server_timeout")]
+    require(
+        not servers or any(map(is_server, teachers)),
+        f"distillation.{servers[0].name if servers else ''} is set and distillation.teachers has no address of a server: "
+        "remove it, or name a server.",
+    )
     if not teachers:
         return
+    require(
+        not config.rollout.drop_uniform_groups,
+        "rollout.drop_uniform_groups is true, but completions with the same rewards still learn from "
+        "distillation.teachers: remove it.",
+    )
     loss = config.objective.loss_type
     require(
         loss != "vespo",

@@ -139,8 +139,8 @@ def _check_teachers(config: RunConfig) -> None:
     servers = [field for field in changed(config.distillation) if field.name in ("server_kind", "server_timeout")]
     require(
         not servers or any(map(is_server, teachers)),
-        f"distillation.{servers[0].name if servers else ''} is set and distillation.teachers has no address of a server: "
-        "remove it, or name a server.",
+        f"distillation.{servers[0].name if servers else ''} is set and distillation.teachers has no address of a "
+        "server: remove it, or name a server.",
     )
     if not teachers:
         return

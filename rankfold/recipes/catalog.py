@@ -102,6 +102,12 @@ class Model:
         return self.hub if self.published is None else f"{self.hub.partition('/')[2]}-bf16"
 
     @property
+    def context(self) -> int:
+        """Tokens whose positions it knows."""
+        text: dict[str, Any] = self.config.get("text_config", self.config)
+        return int(text["max_position_embeddings"])
+
+    @property
     def rows(self) -> int:
         """Rows, or pairs of answers, of a micro-batch: more than one where one keeps a GPU too short."""
         return 2 if self.parameters < _SMALL else 1

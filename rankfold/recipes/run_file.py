@@ -85,7 +85,12 @@ def _at_least(rows: int, divisor: int) -> int:
 def text_of(recipe: Recipe, plan: Plan, *, data: str | None = None, seq_length: int | None = None) -> str:
     """Returns the run file."""
     body = yaml.safe_dump(sections(recipe, plan, data=data, seq_length=seq_length), sort_keys=False)
-    return "".join(f"# {line}\n" for line in about(recipe, plan)) + body
+    lines, length, context = about(recipe, plan), seq_length or LENGTHS[recipe.method], recipe.model.context
+    if length > context:
+        lines.append(
+            f"data.seq_length is {length}, but the model's context is {context} tokens: no text may be longer."
+        )
+    return "".join(f"# {line}\n" for line in lines) + body
 
 
 def about(recipe: Recipe, plan: Plan) -> list[str]:

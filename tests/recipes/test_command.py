@@ -74,6 +74,14 @@ def test_weights_that_are_not_read_are_named() -> None:
     assert not any("download" in command for _, command in next_commands(wanted, "run.yaml"))
 
 
+def test_rows_beyond_the_context_are_named() -> None:
+    assert all(model.context >= 8192 for model in catalog.models().values())
+    wanted = Recipe(model=catalog.models()["phi-4"], gpu=catalog.GPUS["h100"], count=1)
+    plan = catalog.plans()[wanted.name]
+    assert "but the model's context is 16384 tokens" in text_of(wanted, plan, seq_length=32768)
+    assert "context" not in text_of(wanted, plan, seq_length=16384)
+
+
 def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mine")

@@ -231,6 +231,19 @@ def test_memory_is_limited(file: Path, tmp_path: Path) -> None:
         assert call(seat, "greedy", size=2**31)[0]
 
 
+def test_tools_of_one_file_share_what_it_holds(tmp_path: Path) -> None:
+    path, words = tmp_path / "shared.py", '"""Does.\n\n    Args:\n        text: It.\n    """'
+    path.write_text(
+        f"held = []\ndef put(text: str) -> None:\n    {words}\n    held.append(text)\n"
+        f"def count(text: str) -> int:\n    {words}\n    return held.count(text)\n",
+        encoding="utf-8",
+    )
+    given = options(path, environment=None, tools=(f"{path}:put", f"{path}:count"))
+    with EnvironmentPool(given, Programs()) as pool, pool.seat() as seat:
+        call(seat, "put", text="a")
+        assert call(seat, "count", text="a") == (False, "1")
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

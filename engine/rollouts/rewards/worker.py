@@ -11,6 +11,7 @@ Without a torch import, so that a process starts quickly.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -115,21 +116,27 @@ def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
 
 
 def load_object(file: Path, name: str) -> Any:
-    """Returns the function or class of this name in a file.
+    """Returns the function or class of this name in a file, which is executed once in a process: what several of its
+    functions share, they share here too.
 
     Raises:
         Exception: the file raised it, or has no such function.
     """
-    spec = importlib.util.spec_from_file_location(f"rankfold_reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ValueError("it is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # for its imports of files beside it
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    path = file.resolve()
+    called = f"rankfold_program_{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}_{file.stem}"
+    if (module := sys.modules.get(called)) is None:
+        spec = importlib.util.spec_from_file_location(called, file)
+        if spec is None or spec.loader is None:
+            raise ValueError("it is no Python file")
+        module = sys.modules[called] = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent))  # for its imports of files beside it
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(called, None)
+            raise
+        finally:
+            sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"there is no function {name}")

@@ -25,7 +25,7 @@ Reward = Callable[..., Any] | str
 Tool = Callable[..., Any] | str
 """A function that a model may call, or an entry as rollout.tools has it."""
 Environment = Callable[[], Any] | str
-"""What makes an environment, or the name of such a class as rollout.environment has it."""
+"""A callable that makes an environment, or the name of such a class as rollout.environment has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

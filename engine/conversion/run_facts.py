@@ -1,4 +1,4 @@
-"""What a model card says about a training: objective, data, options and figures.
+"""Facts about a training for its model card: objective, data, options and figures.
 
 The card is for others, so paths of this machine are not in it: a file is named without its folder.
 """
@@ -24,7 +24,7 @@ _SECTIONS = ("model", "objective", "data", "optim", "train", "log", "lora")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
-    """What is known about a training.
+    """The facts that are known about a training.
 
     Args:
         rows: name -> value, of the card's table.

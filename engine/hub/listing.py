@@ -1,4 +1,4 @@
-"""What a repository of the hub has at one commit."""
+"""The files of a repository of the hub at one commit."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _ORIGINS = {CONFIG: "_name_or_path", "tokenizer_config.json": "name_or_path"}
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What an upload takes.
+    """The files of an upload.
 
     Args:
         base: of an adapter, the name of its base on the hub; None for a whole model.

@@ -45,7 +45,7 @@ _NAMES = (ADAPTER_CONFIG, CONFIG, MERGE_REPORT, "generation_config.json", "prepr
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """What a branch has before the upload.
+    """A branch before the upload.
 
     Args:
         listing: its files, those of the default branch where it is not there; None where there is no repository.

@@ -123,7 +123,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What a run file is for."""
+    """The purpose of a run file."""
 
     model: Model
     gpu: Gpu

@@ -1,4 +1,4 @@
-"""What tests of completions with several turns share: a tokenizer with whole calls as tokens, and an environment."""
+"""Parts of tests of completions with several turns: a tokenizer with whole calls as tokens, and an environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between two turns of the model, as token ids, and the calls in a turn that it sampled.
+"""The token ids between two turns of the model, and the calls in a turn that it sampled.
 
 A conversation is a sequence of token ids that only grows: sampled tokens stay as they are, and are never made from text
 again. So the messages that answer a turn are rendered behind a stand-in for it, a small conversation with a call of the

@@ -28,7 +28,7 @@ _UNNAMED = "unknown"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Talk:
-    """What the conversations of a run share.
+    """The parts that all conversations of a run share.
 
     Args:
         chat: the template.

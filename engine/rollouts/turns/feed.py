@@ -26,7 +26,7 @@ _PASSES = 8
 
 
 class _Next(NamedTuple):
-    """What followed an answer.
+    """The step that followed an answer.
 
     Args:
         row: number of the conversation in the run.

@@ -25,8 +25,8 @@ def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfi
     A run that resumes gets the commits that it has recorded, also where a branch has moved since.
 
     Args:
-        model_need: the part of the model that will be read, where its weights are; with "config" nothing else is read,
-            so that all other names stay as they are.
+        model_need: the part of the model that will be read, where its weights are; with "config" of teachers likewise,
+            and nothing else is read, so that all other names stay as they are.
 
     Raises:
         UserError: as `local_folder`, or a data set that is not there.
@@ -34,6 +34,11 @@ def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfi
     before: Callable[[], dict[str, list[str]]] = cache(lambda: _resumed(config))
     need: Need = "tokenizer" if config.model.init == "random" and model_need == "model" else model_need
     found = replace(config, model=replace(config.model, path=_folder(config, config.model.path, need, before)))
+    if teachers := config.distillation.teachers:
+        named = tuple(
+            one if one == BASE or is_server(one) else _folder(config, one, model_need, before) for one in teachers
+        )
+        found = replace(found, distillation=replace(found.distillation, teachers=named))
     if model_need == "config":
         return found
     tokenizer, adapter = config.data.tokenizer, config.lora.init_from
@@ -41,12 +46,6 @@ def with_snapshots(config: RunConfig, *, model_need: Need = "model") -> RunConfi
         found = replace(found, data=replace(found.data, tokenizer=_folder(config, tokenizer, "tokenizer", before)))
     if adapter is not None:
         found = replace(found, lora=replace(found.lora, init_from=_folder(config, adapter, "adapter", before)))
-    teachers = config.distillation.teachers
-    if teachers:
-        named = tuple(
-            one if one == BASE or is_server(one) else _folder(config, one, "model", before) for one in teachers
-        )
-        found = replace(found, distillation=replace(found.distillation, teachers=named))
     return _with_data(found, before)
 
 

@@ -30,14 +30,15 @@ def planned_words(config: RunConfig, job: Job, gpu_memory: float) -> tuple[list[
         UserError: the model cannot be read, or nothing fits.
     """
     devices = job.nodes * job.ranks
-    path = with_snapshots(config, model_need="config").model.path
+    here = with_snapshots(config, model_need="config")
+    path = here.model.path
     if not Path(path).exists():
         raise UserError(
             f"--plan reads the config.json of model.path, {path}, which is not on this machine{_advice(path)}."
         )
     hf_config, folder = read_config(path)
     answer = answer_for(
-        hf_config, config, devices=devices, gpu_memory=gpu_memory, reserve=RESERVE, host_memory=job.memory,
+        hf_config, here, devices=devices, gpu_memory=gpu_memory, reserve=RESERVE, host_memory=job.memory,
         folder=folder, node_size=job.ranks,
     )  # fmt: skip
     if not answer.found.fitting:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.distillation import DistillationOptions
 from engine.config.hub import HubName, instead_of, looks_like_hub_name, name_of_snapshot, parse_name, recorded
+from engine.config.model import ModelOptions
+from engine.config.run import RunConfig
+from engine.config.snapshots import with_snapshots
 from tests.wrong_inputs.workplace import Workplace, make_place, run_here
 
 MODEL, DATA = "meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"
@@ -92,3 +96,17 @@ def test_paths_are_no_names(place: Workplace) -> None:
         assert parse_name(text) is None, text
     assert parse_name("models/mine") == HubName("models/mine")
     assert parse_name("org/name@refs/pr/1") == HubName("org/name", "refs/pr/1")
+
+
+def test_the_planner_finds_the_teachers_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the config.json of a snapshot alone, where a planner asks."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--org--teacher", "0123456789abcdef0123456789abcdef01234567"
+    (snapshot := repository / "snapshots" / commit).mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}", encoding="utf-8")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+    teachers = ("base", "org/teacher", "http://10.0.0.7:8000")
+    given = RunConfig(model=ModelOptions(path="nowhere"), distillation=DistillationOptions(teachers=teachers))
+    found = with_snapshots(given, model_need="config").distillation.teachers
+    assert found == ("base", str(snapshot), "http://10.0.0.7:8000")

@@ -27,7 +27,7 @@ from engine.rollouts.batch_parts import Completions
 from engine.rollouts.objective.policy import PolicyGradient
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.teachers.differences import divergences, token_advantages
-from engine.rollouts.teachers.model import build_teacher, open_teacher
+from engine.rollouts.teachers.model import build_teacher, companions, open_teacher
 from engine.telemetry.log import Log
 from engine.training.generation import storage_bytes
 from tests.support.rollout_runs import final_state, prepared, records, run_here
@@ -228,3 +228,17 @@ def test_the_planner_counts_the_weights_of_teachers(filled: Any) -> None:
         stages = build_teacher(opened, launch, run.training, Log(1))
         held += sum(map(storage_bytes, stages.models()))
     assert with_teachers - without == held > 0
+
+
+def test_the_planner_reads_the_config_of_a_teacher_alone(filled: Any, tmp_path: Path) -> None:
+    """As for a model that is not downloaded yet."""
+    folder, run, _ = filled
+    shutil.copy(folder / "other" / "config.json", tmp_path)
+    of_whole, of_config = (
+        list(companions(replace(run.config, distillation=DistillationOptions(teachers=(str(place),)))))
+        for place in (folder / "other", tmp_path)
+    )
+    assert of_whole == of_config and len(of_config) == 1
+    absent = replace(run.config, distillation=DistillationOptions(teachers=("nowhere",)))
+    with pytest.raises(UserError, match="distillation.teachers has nowhere, which is not a folder: give the folder of"):
+        list(companions(absent))

@@ -8,13 +8,17 @@ from pathlib import Path
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.tokenizer_files import holds_tokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
 from engine.config.distillation import BASE, is_server
+from engine.config.hub import instead_of
 from engine.config.run import RunConfig
 from engine.conversion.proof import Live
+from engine.errors import UserError
 from engine.inference.options import ModelChoice
+from engine.layers.context import TrainingPlan
 from engine.planning.rank_layout import Companion
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -83,11 +87,23 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
 
 def companions(config: RunConfig) -> Iterator[Companion]:
     """Yields the teachers of a run that lie on its devices, for the planner; see
-    `engine.config.objective.ObjectiveKind`."""
+    `engine.config.objective.ObjectiveKind`. Of a model its config.json is enough.
+
+    Raises:
+        UserError: a teacher is not there.
+    """
     for teacher in config.distillation.teachers:
-        if teacher != BASE and not is_server(teacher):
-            _, live, _, _ = live_sources(model_choice(config, Path(teacher)), Log(rank=1))
-            yield Companion(live.config, live.plan)
+        if teacher == BASE or is_server(teacher):
+            continue
+        if not Path(teacher).is_dir():
+            advice = instead_of(teacher, "give the folder of a model, of a PEFT adapter or of a run")
+            raise UserError(f"distillation.teachers has {teacher}, which is not a folder{advice}.")
+        choice = model_choice(config, Path(teacher))
+        if choice.adapter is None and choice.path is not None:
+            yield Companion(open_model(choice.path).decoder, TrainingPlan())
+            continue
+        _, live, _, _ = live_sources(choice, Log(rank=1))
+        yield Companion(live.config, live.plan)
 
 
 def build_teacher(opened: OpenTeacher, launch: Launch, training: Training, log: Log) -> Stages:

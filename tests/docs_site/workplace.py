@@ -225,4 +225,5 @@ def _write_files_of_guides(folder: Path) -> None:
     )
     (folder / "axolotl.yml").write_text(_AXOLOTL, encoding="utf-8")
     (folder / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    (folder / "trl.yaml").write_text("model_name_or_path: my-model\ndataset_name: org/chats\nuse_peft: true\n")
     (folder / "train.sh").write_text("trl sft --model_name_or_path my-model --dataset_name train.jsonl --use_peft\n")

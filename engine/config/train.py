@@ -88,7 +88,7 @@ class TrainOptions:
         require(
             self.steps is None or self.epochs is None,
             f"train.steps is {self.steps} and train.epochs is {self.epochs}, but only one of them can end the run: "
-            "remove one of the two.",
+            "remove one of the two; --train.epochs null on the command line lets train.steps end it.",
         )
         require_at_least("train.steps", self.steps, 1, "use for example 100")
         require_positive("train.epochs", self.epochs, "use for example 1")

@@ -24,6 +24,7 @@ from engine.planning.memory_plan import memory_plan_of
 from engine.runtime.launch import Launch
 from engine.seams import resolve
 from engine.telemetry.log import Log
+from engine.telemetry.processors import busy_note
 from engine.training.device_choices import DeviceChoices
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
@@ -58,6 +59,8 @@ def build_stages(
         layout = replace(layout, fold=False, kernels=kernels)
     for sentence in choices.sentences:
         log.info(sentence)
+    if launch.device.type == "cpu" and (busy := busy_note(torch.get_num_threads())) is not None:
+        log.warning(busy)
     if not decoder.splits_tokens and config.parallel.sequence_parallel:
         log.info("sequence parallelism is off: layers that are transformers' own modules see all tokens")
     if (plain := plain_torch_parts(decoder)) is not None:

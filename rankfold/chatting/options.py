@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from engine.config.command_line import CommandLine
+from engine.config.hub import instead_of, local_folder
 from engine.config.paths import path_text
 from engine.config.run_files import CHECKPOINTS
 from engine.config.units import read_length
@@ -77,10 +78,14 @@ def settle(arguments: argparse.Namespace) -> None:
     arguments.model, arguments.adapter = arguments.base, place
     if is_peft and arguments.base is None:
         recorded = read_json(place / _ADAPTER_CONFIG).get("base_model_name_or_path")
+        if isinstance(recorded, str):
+            recorded = local_folder(recorded, download=getattr(arguments, "download", False))
         if not isinstance(recorded, str) or not Path(recorded).is_dir():
+            advice = "give the folder of its base with --base"
+            lacks = instead_of(recorded, advice) if isinstance(recorded, str) and recorded else f": {advice}"
             raise UserError(
-                f"{place} is a PEFT adapter of {recorded or 'a base that it does not name'}, which is no folder here: "
-                "give the folder of its base with --base."
+                f"{place} is a PEFT adapter of {recorded or 'a base that it does not name'}, which is no folder here"
+                f"{lacks}."
             )
         arguments.model = Path(recorded)
 

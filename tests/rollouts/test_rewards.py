@@ -78,6 +78,9 @@ def terminates_another(completions):
 def knows(completions):
     return [float(name in os.environ) for name in completions]
 
+def one_number(completions, **columns):
+    return [1.0]
+
 def raises_about(completions):
     raise ValueError(completions[0])
 
@@ -325,6 +328,15 @@ def test_a_call_that_is_too_large_is_said(file: Path) -> None:
         "slow was given 4 completions at once, and it did not come to an end within 1 s, but it scored each by itself: "
         "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out",
     )
+
+
+def test_a_function_that_fails_on_several_is_said(file: Path) -> None:
+    """It returns one number whatever it is given: each completion is scored, at the price of a call."""
+    found = score([f"{file}:one_number"], samples(["a"] * 4))
+    assert found.rewards.tolist() == [[1.0]] * 4
+    (problem,) = found.problems
+    assert problem.startswith("one_number was given 4 completions at once, and it returned 1 ")
+    assert problem.endswith("but it scored each by itself: correct it, as each completion now costs a call of its own")
 
 
 def test_tries_one_by_one_come_to_an_end(file: Path) -> None:

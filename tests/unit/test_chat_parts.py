@@ -11,6 +11,7 @@ from PIL import Image
 
 from engine.errors import UserError
 from rankfold.chat import main
+from rankfold.chatting import options as chatting
 from rankfold.chatting.commands import Command, parsed
 from rankfold.chatting.conversation import Conversation, text_of, without_images
 from rankfold.chatting.display import Display, opens_thought
@@ -140,7 +141,7 @@ def test_sampling_that_the_model_recommends(tmp_path: Path) -> None:
         recommended_sampling(tmp_path, 0)
 
 
-def test_a_model_a_run_and_an_adapter(tmp_path: Path) -> None:
+def test_a_model_a_run_and_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def settled(*words: object) -> tuple[Path | None, Path | None]:
         arguments = build_parser(None).parse_args(list(map(str, words)))
         settle(arguments)
@@ -160,6 +161,15 @@ def test_a_model_a_run_and_an_adapter(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             settled(*words)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "acme/tiny"}))
+    with pytest.raises(
+        UserError, match="of acme/tiny, which is no folder here, but looks like a model.* --download"
+    ):
+        settled(adapter)
+    asked = []
+    monkeypatch.setattr(chatting, "local_folder", lambda name, download: (asked.append((name, download)), str(base))[1])
+    assert settled(adapter, "--download") == (base, adapter) and asked == [("acme/tiny", True)]
+    monkeypatch.undo()
     (adapter / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="give the folder of its base with --base"):
         settled(adapter)

@@ -168,8 +168,8 @@ class Failures:
         self._name = name
         self.of_completions: list[tuple[int, str]] = []
         """Place of a completion without a reward, and the reason."""
-        self.of_calls: list[tuple[int, str]] = []
-        """Completions of a call that hung, each of which could be scored by itself, and the reason."""
+        self.of_calls: list[tuple[int, CallFailed]] = []
+        """Completions of a call that failed, each of which could be scored by itself, and the failure."""
 
     def sentences(self, samples: Sequence[Sample]) -> Iterator[str]:
         """Yields a sentence for each kind of failure, the most frequent first, and one for those that are left."""
@@ -185,9 +185,12 @@ class Failures:
         if self.of_calls:
             count, why = self.of_calls[0]
             times = f" ({len(self.of_calls)} times)" if len(self.of_calls) > 1 else ""
+            advice = "correct it, as each completion now costs a call of its own"
+            if why.hung:
+                advice = "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out"
             yield (
                 f"{self._name} was given {count} completions at once, and {why}{times}, but it scored each by itself: "
-                "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out"
+                f"{advice}"
             )
 
 
@@ -331,8 +334,8 @@ class RewardPool:
             except CallFailed as failure:
                 alone.append((place, str(failure)))
                 hung, failed = hung + 1 if failure.hung else 0, failed + 1
-        if why.hung and not failed:
-            failures.of_calls.append((len(chunk), str(why)))
+        if not failed:
+            failures.of_calls.append((len(chunk), why))
         return alone
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from engine.errors import UserError
-from rankfold.migrating import launcher_rules
+from rankfold.migrating import hub_data, launcher_rules
 from rankfold.migrating.conversion import Conversion
 from rankfold.migrating.given import Given
 from rankfold.migrating.table import Default, Trainer, engine_default
@@ -216,9 +216,8 @@ _MICRO = (
 def _evaluation(conversion: Conversion, processes: int) -> None:
     facts, options = conversion.facts, conversion.options
     kind = facts.get("eval_strategy", "steps" if "eval_every" in facts else "no")
-    every = (
-        facts.get("eval_every") or (facts.get("eval_steps") or options.get("log.every")) if kind == "steps" else None
-    )
+    usual = options.get("log.every", engine_default("log.every"))  # eval_steps of TrainingArguments: logging_steps
+    every = facts.get("eval_every") or (facts.get("eval_steps") or usual if kind == "steps" else None)
     if kind == "epoch":
         conversion.to_fill.append(
             "train.eval_every: an evaluation an epoch; without it there is one at the start and the end"
@@ -324,6 +323,8 @@ def _require_validation(conversion: Conversion) -> None:
 
 
 def _require_place(conversion: Conversion, name: str) -> None:
+    if name not in conversion.options:
+        hub_data.take(conversion, name)
     if name not in conversion.options:
         conversion.options[name] = PLACES[name]
         known = any(line.startswith(name) for line in conversion.to_fill) or f"{name} of the hub" in conversion.facts

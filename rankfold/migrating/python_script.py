@@ -12,6 +12,7 @@ from typing import Any
 from engine.errors import UserError
 from rankfold.migrating.given import OWN_LOOP, PROGRAM, Given
 from rankfold.migrating.script_arguments import assigned, parsed_classes, parsed_names, script_arguments
+from rankfold.migrating.script_data import data_set, splits
 
 _ARGUMENTS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "SFTConfig": "trl sft", "DPOConfig": "trl dpo",
@@ -181,6 +182,7 @@ def _keys(call: ast.Call, kind: str, owner: str, names: dict[str, ast.expr]) -> 
             yield "model_name_or_path", model
     if kind in _ARGUMENTS or kind in _TRAINERS:
         yield from ((key, value) for key, value in pairs if key not in _OBJECTS)
+        yield from splits(call, names)
     elif kind == "LoraConfig":
         yield "use_lora", ast.Constant(True)
         yield from ((FLAGS_OF_LORA.get(key, key), value) for key, value in pairs)
@@ -190,8 +192,8 @@ def _keys(call: ast.Call, kind: str, owner: str, names: dict[str, ast.expr]) -> 
         if call.args:
             yield "model_name_or_path", call.args[0]
         yield from ((key, value) for key, value in pairs if key in _MODEL)
-    elif kind == "load_dataset" and call.args:
-        yield "dataset_name", call.args[0]
+    elif kind == "load_dataset":
+        yield from data_set(call, names)
     elif kind in ("prepare_model_for_kbit_training", "get_peft_model"):
         yield "use_lora", ast.Constant(True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UserError
+from rankfold.migrating import hub_data
 from rankfold.migrating.conversion import Conversion, number, other_objective, set_dtype, sets, truth
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import experts, images, rates, shared, trl_grpo
@@ -45,9 +46,15 @@ def as_list(given: Given) -> list[Any]:
     return [] if given.value in (None, "") else [given.value]
 
 
+def _on_the_hub(conversion: Conversion, which: str, entry: dict[str, Any]) -> str:
+    split = entry.get("split") or ("test" if which == "data.validation" else None)
+    name, revision = str(entry["path"]), entry.get("revision")
+    return hub_data.with_parts(conversion, which, name, split=split, subset=entry.get("name"), revision=revision)
+
+
 @sets("data.train", "data.mix", "data.validation", "data.format")
 def datasets(conversion: Conversion, given: Given) -> None:
-    """Converts a list of datasets: files become data.train and data.mix, names on the hub are reported."""
+    """Converts a list of datasets: files and data sets on the hub become data.train and data.mix."""
     entries = [one if isinstance(one, dict) else {"path": str(one)} for one in as_list(given)]
     which = "data.validation" if given.key == "test_datasets" else "data.train"
     files: list[str] = []
@@ -55,6 +62,8 @@ def datasets(conversion: Conversion, given: Given) -> None:
         named = entry.get("data_files") or entry.get("path")
         named = named if isinstance(named, list) else [named]
         files += [str(one) for one in named if str(one).endswith(shared.FILES)]
+        if not entry.get("data_files") and hub_data.is_named(entry.get("path")):
+            files.append(_on_the_hub(conversion, which, entry))
     kinds = {str(entry.get("type")).partition(".")[0].partition(":")[0] for entry in entries if entry.get("type")}
     if files:
         shared.files(conversion, given, which, files)
@@ -66,7 +75,7 @@ def datasets(conversion: Conversion, given: Given) -> None:
     if len(kinds) == 1 and which == "data.train" and (kind := kinds.pop()) in _FORMATS:
         conversion.take(given, "data.format", _FORMATS[kind])
     for entry in entries:
-        if "[" in str(entry.get("split")):
+        if "[" in str(entry.get("split")) and not hub_data.is_named(entry.get("path")):
             conversion.notes.append(f"datasets: split {entry['split']} is a part of the data: shorten the file to it")
         for key in ("roles_to_train", "train_on_eos", "field_messages", "message_property_mappings"):
             if entry.get(key) not in (None, ["assistant"], "turn", "messages"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UserError
+from rankfold.migrating import hub_data
 from rankfold.migrating.conversion import (
     DTYPES,
     Conversion,
@@ -212,14 +213,20 @@ def holdout_percentage(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "all of the data is trained on")
 
 
+_OF_THE_HUB = ("dataset_name", "dataset", "dataset_id_or_path", "eval_dataset")
+"""Keys whose values are data sets on the hub where they are no files; those of the others are paths."""
+
+
 @sets("data.train", "data.validation")
 def dataset(conversion: Conversion, given: Given) -> None:
-    """Converts a path of data; the name of a dataset on the hub is reported, not read."""
+    """Converts a path of data, or the name of a data set on the hub."""
     found = given.value if isinstance(given.value, list) else [given.value]
     names_only = [str(one) for one in found]
     which = "data.validation" if given.key.startswith(("eval", "valid", "test")) else "data.train"
     if len(names_only) == 1 and names_only[0].endswith(FILES):
         conversion.take(given, which, names_only[0])
+    elif len(names_only) == 1 and given.key in _OF_THE_HUB and hub_data.is_named(names_only[0]):
+        hub_data.add(conversion, given, which)
     else:
         conversion.add_fact(
             given, f"{which} of the hub", ", ".join(names_only), f"{which}: save it as a file and name it"

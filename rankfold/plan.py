@@ -38,5 +38,6 @@ def build_parser() -> CommandLine:
 
 def main() -> None:
     arguments = build_parser().parse_args()
-    with named_as(arguments.stands_for):
+    reads_run = getattr(arguments, "config", None) is not None  # whose errors name the options in the file
+    with named_as({} if reads_run else arguments.stands_for):
         COMMANDS[arguments.command].run(with_local_folders(arguments))

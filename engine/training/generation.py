@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.folder import ADAPTER_CONFIG, CONFIG
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.run.step_folders import latest_checkpoint
 from engine.checkpoint.run.training_state import open_run
 from engine.checkpoint.tokenizer_files import (
     BASES_OWN,
@@ -143,6 +144,7 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
     """
     if choice.adapter is None:
         assert choice.path is not None
+        _refuse_adapter(choice.path)
         source = open_source(choice.path)
         return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN, ()
     source, trained, scale, encoded, tokenizer = _adapter(choice, log)
@@ -157,6 +159,16 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
     if full and choice.base_dtype is not None:  # modules trained in full were not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
     return source, live, tokenizer, tuple(sorted(full))
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Refuses an adapter or a run where a model is expected."""
+    if (path / CONFIG).is_file():
+        return
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UserError(f"--model {path} is a PEFT adapter: give it as --adapter, and its base as --model.")
+    if path.is_dir() and latest_checkpoint(path) is not None:
+        raise UserError(f"--model {path} is the folder of a run: give it as --adapter.")
 
 
 class _Adapter(NamedTuple):

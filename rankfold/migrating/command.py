@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an option of the run, such as data.train=train.jsonl; may be given several times, and wins",
     )
     parser.add_argument("--ranks", type=int, help="processes of the run (default: as in the file)")
-    parser.add_argument("--out", required=True, type=Path, help="YAML file to write")
+    parser.add_argument("--out", type=Path, help="YAML file to write (required)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from engine.config.load import from_yaml  # imports jsonargparse, which --help needs not
 
-    if arguments.out.exists() and not arguments.overwrite:
+    if arguments.out is not None and arguments.out.exists() and not arguments.overwrite:
         raise UserError(f"{arguments.out} is there already: give another --out, or --overwrite to replace it.")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UserError(f"--ranks is {arguments.ranks}: give at least 1 process.")
@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
     given = read_file(arguments.file) if arguments.file is not None else []
     given += read_flags(arguments.flags, "flags", folder)
     conversion, ranks = convert(given, values=arguments.values, ranks=arguments.ranks, source=arguments.trainer)
+    if arguments.out is None:  # after the refusal of an input that is not converted
+        raise UserError("--out is not given: name the YAML file to write, such as --out run.yaml.")
     source = arguments.file.name if arguments.file is not None else "a command line"
     text = to_text(conversion.options, title=f"From {source}; {_launch(arguments.out, ranks)}")
     check_config(from_yaml(text))
@@ -258,4 +260,4 @@ def _short(value: object) -> str:
 def _launch(out: Path, ranks: int) -> str:
     if ranks == 1:
         return f"rankfold train --config {out}"
-    return f"torchrun --nproc-per-node {ranks} -m rankfold train --config {out}"
+    return f"rankfold train --nproc {ranks} --config {out}"

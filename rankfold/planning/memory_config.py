@@ -93,6 +93,7 @@ def _read(arguments: argparse.Namespace) -> RunConfig:
     config = parse_config([*given, *(["--hub.download=true"] if arguments.download else [])])
     check_config(config)
     config = with_snapshots(config, model_need="config")
+    read_config(config.model.path, "--model" if arguments.model is not None else "model.path")
     check_world(config, arguments.gpus)
     return config
 

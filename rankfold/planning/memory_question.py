@@ -260,8 +260,12 @@ def _shown_on_a_terminal(layouts: Sequence[Layout]) -> Iterator[Layout]:
             progress.advance()
 
 
-def read_config(path: str) -> tuple[dict[str, Any], str | None]:
+def read_config(path: str, option: str = "--model") -> tuple[dict[str, Any], str | None]:
     """Returns a model's config.json, and its folder where one was given.
+
+    Args:
+        path: of the folder or the file.
+        option: that gave it, for a message.
 
     Raises:
         UserError: there is none.
@@ -271,7 +275,7 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
         return open_model(place).hf_config, path
     if not place.is_file():
         advice = instead_of(path, "give a model or its config.json")
-        raise UserError(f"--model is {path}, which is neither a folder nor a file{advice}.")
+        raise UserError(f"{option} is {path}, which is neither a folder nor a file{advice}.")
     return read_json(place, "give a model's config.json as --model"), None
 
 

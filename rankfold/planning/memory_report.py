@@ -261,7 +261,7 @@ def _yaml(answer: Answer, best: Candidate) -> str:
     path = "" if answer.folder else " --model.path DIR"
     return (
         f"For rankfold train --config:\n\n{winning_yaml(answer, best)}\n\n"
-        f"Saved as run.yaml, it is started with:\n\n    {_launcher(answer)} train --config run.yaml{path} "
+        f"Saved as run.yaml, it is started with:\n\n    {_launcher(answer)} --config run.yaml{path} "
         "--data.train FILE"
     )
 
@@ -269,11 +269,11 @@ def _yaml(answer: Answer, best: Candidate) -> str:
 def _launcher(answer: Answer) -> str:
     """Returns the command that starts a process for each GPU, on every node if there are several."""
     if answer.devices == 1:
-        return "rankfold"
+        return "rankfold train"
     here = min(answer.devices, answer.machine.node_size)
     nodes = answer.devices // here
-    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    return f"torchrun {several}--nproc-per-node {here} -m rankfold"
+    several = f" --nnodes {nodes} --rdzv-endpoint HOST:29500" if nodes > 1 else ""
+    return f"rankfold train --nproc {here}{several}"
 
 
 def winning_yaml(answer: Answer, best: Candidate) -> str:

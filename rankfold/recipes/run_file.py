@@ -120,7 +120,7 @@ def next_commands(recipe: Recipe, path: str, *, downloads: bool = True) -> list[
     """
     gpu, config = recipe.gpu, shlex.quote(path)
     from_hub = recipe.model.published is None and downloads
-    download, option = (" --download", " --hub.download true") if from_hub else ("", "")
+    download = " --download" if from_hub else ""
     start = f"rankfold train --nproc {min(recipe.count, NODE)}"
     if recipe.nodes > 1:
         start += f" --nnodes {recipe.nodes} --rdzv-endpoint HOST:29400"
@@ -132,6 +132,6 @@ def next_commands(recipe: Recipe, path: str, *, downloads: bool = True) -> list[
             f"rankfold plan memory --config {config} --gpus {recipe.count} --gpu-memory {gpu.memory:g} "
             f"--machine {gpu.machine}{download}",
         ),
-        (f"train {where}", f"{start} --config {config}{option}"),
-        ("or a script for Slurm", f"rankfold launch slurm --config {config} {per_node}{option}"),
+        (f"train {where}", f"{start} --config {config}{download}"),
+        ("or a script for Slurm", f"rankfold launch slurm --config {config} {per_node}{download}"),
     ]

@@ -34,9 +34,7 @@ def test_converted_job_runs(stories_dir: Path, data_dir: Path, tmp_path: Path) -
         "--set", f"data.train={tmp_path / 'train.txt'}", "--set", f"data.validation={tmp_path / 'valid.txt'}",
         "--set", "model.dtype=float32", "--set", f"checkpoint.dir={tmp_path / 'run'}",
     )  # fmt: skip
-    assert "torchrun --nproc-per-node 2" in result.stdout and "not known" not in result.stdout.replace(
-        "0 not known", ""
-    )
+    assert "rankfold train --nproc 2" in result.stdout and "not known" not in result.stdout.replace("0 not known", "")
     run_tool("pretrain_lora", "--config", out, ranks=2)
     found = losses(tmp_path / "run")
     assert sorted(found) == [1, 2, 3, 4] and found[4] < found[1]

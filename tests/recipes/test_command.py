@@ -41,7 +41,8 @@ def test_a_run_file_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
     recipe(["qwen3-8b", "--gpus", "4", "--gpu", "h100"])
     shown = capsys.readouterr()
     assert from_yaml(shown.out).model.path == "Qwen/Qwen3-8B"
-    assert "rankfold train --nproc 4 --config run.yaml --hub.download true" in shown.err
+    assert "rankfold train --nproc 4 --config run.yaml --download\n" in shown.err
+    assert shown.err.count("--download") == 3 and "--hub.download" not in shown.err
 
 
 @pytest.mark.parametrize("words", ["write qwen3-8b", "qwen3-8b"])

@@ -150,13 +150,12 @@ def test_the_answer_says_which_share_of_the_peak_it_comes_to() -> None:
     "devices, folder, line",
     [
         (1, "DIR", "rankfold train --config run.yaml --data.train FILE"),
-        (8, "DIR", "torchrun --nproc-per-node 8 -m rankfold train --config run.yaml --data.train FILE"),
-        (4, None, "torchrun --nproc-per-node 4 -m rankfold train --config run.yaml --model.path DIR --data.train FILE"),
+        (8, "DIR", "rankfold train --nproc 8 --config run.yaml --data.train FILE"),
+        (4, None, "rankfold train --nproc 4 --config run.yaml --model.path DIR --data.train FILE"),
         (
             16,
             "DIR",
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8 -m rankfold train "
-            "--config run.yaml --data.train FILE",
+            "rankfold train --nproc 8 --nnodes 2 --rdzv-endpoint HOST:29500 --config run.yaml --data.train FILE",
         ),
     ],
 )

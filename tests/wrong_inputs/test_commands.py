@@ -61,6 +61,11 @@ PLAN: list[tuple[tuple[Any, ...], str]] = [
     (("schedule", "--pipeline", 2, "--microbatches", 4, "--p2p", "1e400"), "--p2p is inf, but a finite number"),
     (("schedule", "--pipeline", 2, "--microbatches", 4, "--layers", 2**40), "give at most 1000"),
     (("schedule", "--pipeline", 1000, "--microbatches", 4), "--pipeline is 1000: give at most 256 ranks"),
+    (("memory", "--config", "{folder}/run.yaml", "--gpus", 1), "model.path is nowhere/at/all, which is neither"),
+    (
+        ("memory", "--config", "{folder}/run.yaml", "--gpus", 1, "--model", "gone"),
+        "--model is gone, which is neither",
+    ),
     ((*MEMORY, "--gpus", 1, "--host-memory", "nan"), "--host-memory is nan"),
     ((*MEMORY, "--gpus", 1, "--host-memory", 0), "--host-memory is 0: give a memory above 0 GiB"),
     ((*MEMORY, "--gpus", 1, "--beside", -1), "--beside is -1: give 0 or more"),
@@ -68,6 +73,10 @@ PLAN: list[tuple[tuple[Any, ...], str]] = [
 ]
 OTHERS: list[tuple[str, tuple[Any, ...], str]] = [
     ("preprocess", (TRAIN, "--tokenizer", MODEL, "--out", OUT, "--show", -1), "--show is -1"),
+    ("generate", ("--model", ADAPTER, "--prompt", "a"), "{adapter} is a PEFT adapter: give it as --adapter, and its"),
+    ("generate", ("--model", "{folder}/run", "--prompt", "a"), "run is the folder of a run: give it as --adapter"),
+    ("convert", ("config", "{folder}/unsloth.py"), "belongs to Unsloth"),
+    ("convert", ("config", "--flags", "trl sft --model_name_or_path m"), "--out is not given: name the YAML file"),
     ("report", ("{folder}/run", "--out", "/"), "/ cannot be written"),
     ("report", ("{folder}/run", "--out", "."), ". cannot be written"),
 ]
@@ -86,10 +95,21 @@ def _filled(arguments: tuple[Any, ...], place: Workplace) -> list[str]:
 def test_conversions_and_planning(
     tool: str, arguments: tuple[Any, ...], words: str, place: Workplace, capsys: pytest.CaptureFixture[str]
 ):
+    (place.folder / "run.yaml").write_text("model: {path: nowhere/at/all}\ndata: {train: a.jsonl}\n")
+    (place.folder / "unsloth.py").write_text(
+        "from unsloth import FastLanguageModel\nfrom trl import SFTConfig\nSFTConfig()\n"
+    )
+    if tool == "generate":
+        (place.folder / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+        (place.folder / "run" / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
     if tool == "report":
         (place.folder / "run").mkdir()
         (place.folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    check_refused(run_here(tool, _filled(arguments, place), capsys), words, at_once=tool != "report")
+    check_refused(
+        run_here(tool, _filled(arguments, place), capsys),
+        _filled((words,), place)[0],
+        at_once=tool not in ("report", "generate"),
+    )
     assert not (place.folder / "out").exists()
 
 

@@ -20,9 +20,11 @@ from engine.config.data import FORMATS
 from engine.config.hub import DATA_PREFIX, looks_like_hub_name
 from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.paths import path_text
+from engine.seams import resolve
 from engine.telemetry.processors import available_processors
 
 if TYPE_CHECKING:
+    from engine.data.sources import RecordSource
     from engine.data.tokenizer import ChatOptions, Tokenizer
     from engine.vision.data.family import VisionFamily
 
@@ -39,7 +41,10 @@ def build_parser() -> CommandLine:
         },
     )
     parser.add_argument(
-        "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet, .csv or .txt files, or patterns with *"
+        "files",
+        nargs="+",
+        type=path_text,
+        help=".jsonl, .json, .parquet, .csv or .txt files, or patterns with *; with --show also hub:OWNER/NAME",
     )
     parser.add_argument(
         "--tokenizer", required=True, type=Path, help="folder, name on the hub, or sentencepiece .model file"
@@ -93,6 +98,7 @@ def main() -> None:
 
 def _preprocess(arguments: argparse.Namespace) -> None:
     from engine.data.build_store import Request, preprocess
+    from engine.data.formats import ComparedAnswers
     from engine.data.record_files import expand_paths
     from engine.data.tokenizer import ChatOptions, load_tokenizer
     from engine.errors import UserError
@@ -107,22 +113,28 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         raise UserError(f"--show is {arguments.show}: give the number of records to print.")
     if (arguments.out is None) == (arguments.show == 0):
         raise UserError("give --out, the folder of a store, or --show 3, which prints records and writes nothing.")
-    for text in arguments.files:
+    for text in [] if arguments.show else arguments.files:
         if text.startswith(DATA_PREFIX) or looks_like_hub_name(text):
             raise UserError(
                 f"{text} is no file, but looks like a data set on the Hugging Face hub, and a store is made of files: "
                 f"give {DATA_PREFIX}{text.removeprefix(DATA_PREFIX)} as data.train of a run, which tokenises it, or "
-                "save it as a JSONL file."
+                "save it as a JSONL file. --show prints its first records."
             )
-    files = expand_paths(arguments.files)
     chat = ChatOptions(
         template=arguments.chat_template,
         arguments=arguments.chat_arguments,
         learn_after_end=not arguments.stop_at_end,
     )
     if arguments.show:
-        _show(arguments, files, chat)
+        try:
+            _show(arguments, _shown_sources(arguments), chat)
+        except ComparedAnswers as error:
+            raise UserError(
+                f"{str(error).partition(', but objective')[0]}, and is not shown here: a run with its objective.name "
+                f"prints it, with --data.show {arguments.show}."
+            ) from None
         return
+    files = expand_paths(arguments.files)
     request = Request(
         files=tuple(files),
         tokenizer=arguments.tokenizer,
@@ -155,7 +167,21 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         )
 
 
-def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -> None:
+def _shown_sources(arguments: argparse.Namespace) -> list[Path | RecordSource]:
+    """Returns the files, and the records of names on the hub."""
+    from engine.data.record_files import expand_paths
+
+    found: list[Path | RecordSource] = []
+    for text in arguments.files:
+        if text.startswith(DATA_PREFIX):
+            name = resolve("engine.hub.data_sets:find_data")(text, download=arguments.download)
+            found.append(resolve("engine.hub.data_sets:HubRecords")(name))
+        else:
+            found += expand_paths([text])
+    return found
+
+
+def _show(arguments: argparse.Namespace, files: list[Path | RecordSource], chat: ChatOptions) -> None:
     """Prints the first records."""
     from engine.data.preview import first_documents, preview
     from engine.data.tokenizer import load_tokenizer

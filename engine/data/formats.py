@@ -199,6 +199,10 @@ def refuse_images(place: Place, record: Record, what: str) -> None:
             )
 
 
+class ComparedAnswers(UserError):
+    """A record whose answers are compared or rated, where all of it would be trained on."""
+
+
 def detect_format(place: Place, record: Record) -> str:
     """Returns the format whose fields a record has.
 
@@ -206,15 +210,15 @@ def detect_format(place: Place, record: Record) -> str:
         UserError: it is none of them.
     """
     if "chosen" in record and "rejected" in record:
-        raise place.error(
-            "the record is a pair of answers (chosen, rejected), but objective.name language_modeling trains on all of "
-            "it: set objective.name to dpo."
+        raise ComparedAnswers(
+            f"{place}: the record is a pair of answers (chosen, rejected), but objective.name language_modeling trains "
+            "on all of it: set objective.name to dpo."
         )
     label = next((record[field] for field in LABELS if field in record), None)
     if isinstance(label, bool) and "text" not in record:
-        raise place.error(
-            "the record has a label that says whether its answer was liked, but objective.name language_modeling "
-            f"trains on all it is given: set objective.name to {LABELLED}, or remove the label."
+        raise ComparedAnswers(
+            f"{place}: the record has a label that says whether its answer was liked, but objective.name "
+            f"language_modeling trains on all it is given: set objective.name to {LABELLED}, or remove the label."
         )
     for data_format, fields in _FIELDS.items():
         if all(field in record for field in fields):

@@ -11,7 +11,8 @@ import numpy as np
 
 from engine.data.document import Document
 from engine.data.extras import Span
-from engine.data.formats import Sample
+from engine.data.formats import Sample, parse_records
+from engine.data.sources import RecordSource
 from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.data.work_units import plan_units, unit_samples
@@ -24,7 +25,7 @@ _TARGET, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 
 
 def first_documents(
-    files: Sequence[Path],
+    files: Sequence[Path | RecordSource],
     count: int,
     tokenizer: Tokenizer,
     *,
@@ -32,7 +33,7 @@ def first_documents(
     mask_prompt: bool,
     images: ConversationReader | None = None,
 ) -> Iterator[Document]:
-    """Yields the first documents of some files, reading no more of these than necessary.
+    """Yields the first documents of some files or other sources, reading no more of these than necessary.
 
     Raises:
         UserError: a file or record that cannot be used.
@@ -48,12 +49,16 @@ def first_documents(
     yield from islice(documents, count)
 
 
-def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
-    for unit in plan_units(files):
-        for item in unit_samples(unit, data_format):
-            if isinstance(item, UserError):
-                raise item
-            yield item
+def _samples(files: Sequence[Path | RecordSource], data_format: str) -> Iterator[Sample]:
+    for file in files:
+        if isinstance(file, RecordSource):
+            yield from parse_records(file.records(), data_format)
+            continue
+        for unit in plan_units([file]):
+            for item in unit_samples(unit, data_format):
+                if isinstance(item, UserError):
+                    raise item
+                yield item
 
 
 def preview(

@@ -257,6 +257,24 @@ def test_a_run(hub: LocalHub, place: Workplace, capsys: pytest.CaptureFixture[st
     )
 
 
+def test_records_are_shown(hub: LocalHub, place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of a file; a store is still made of files alone, and pairs are shown by a run."""
+    hub.dataset(NAME, {"train.jsonl": _jsonl(RECORDS), "test.jsonl": _jsonl([{"chosen": "a", "rejected": "b"}])})
+    show = ["--tokenizer", str(place.model), "--show", "2"]
+    shown = run_here("preprocess", [*show, str(_file(place, RECORDS))], capsys)
+    seen = run_here("preprocess", [*show, f"hub:{NAME}"], capsys)
+    assert seen.status == 2 and "add --download" in seen.sentence, seen.printed
+    seen = run_here("preprocess", [*show, f"hub:{NAME}", "--download"], capsys)
+    assert seen.status == 0, seen.printed
+    texts = [[line for line in one.printed.splitlines() if "⟦" in line] for one in (shown, seen)]
+    assert len(texts[0]) >= 2 and texts[0] == texts[1]
+    seen = run_here("preprocess", [*show, f"hub:{NAME}?split=test", "--download"], capsys)
+    assert seen.status == 2 and seen.sentence.endswith("a run with its objective.name prints it, with --data.show 2.")
+    assert "but objective" not in seen.sentence
+    seen = run_here("preprocess", [*show[:2], "--out", str(place.folder / "store"), f"hub:{NAME}"], capsys)
+    assert seen.status == 2 and "a store is made of files" in seen.sentence
+
+
 @pytest.mark.slow
 def test_a_branch_that_moves(hub: LocalHub, place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that was given a branch by name keeps its commit too, on the machine that has noted it."""

@@ -214,9 +214,10 @@ _MICRO = (
 
 
 def _evaluation(conversion: Conversion, processes: int) -> None:
+    """Sets when the run is evaluated: TrainingArguments has eval_steps at logging_steps, 500, where they are absent."""
     facts, options = conversion.facts, conversion.options
     kind = facts.get("eval_strategy", "steps" if "eval_every" in facts else "no")
-    usual = options.get("log.every", engine_default("log.every"))  # eval_steps of TrainingArguments: logging_steps
+    usual = options.get("log.every") or (facts.get("logging_steps", 500) if "eval_strategy" in facts else None)
     every = facts.get("eval_every") or (facts.get("eval_steps") or usual if kind == "steps" else None)
     if kind == "epoch":
         conversion.to_fill.append(

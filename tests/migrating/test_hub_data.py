@@ -94,3 +94,9 @@ def test_what_has_no_name_here_is_left_to_set(tmp_path: Path, monkeypatch: pytes
     for command in (TRL, TRL.replace("acme/chats", "imdb"),
                     "llamafactory-cli train --model_name_or_path m --stage sft --dataset acme/x"):  # fmt: skip
         assert converted(command)[0].options["data.train"] == "path/to/train.jsonl"
+
+
+def test_without_eval_steps_evaluations_go_by_the_trainers_logging_steps() -> None:
+    trainer = "train.py --model_name_or_path m --num_train_epochs 1 --per_device_train_batch_size 1 "
+    for command, every in ((TRL, 10), (TRL + "--logging_steps 7 ", 7), (trainer, 500)):
+        assert converted(command + "--eval_strategy steps")[1].train.eval_every == every

@@ -99,6 +99,7 @@ def _cpo(conversion: Conversion) -> None:
 
 def finish(conversion: Conversion) -> None:
     what, options = task(conversion), conversion.options
+    conversion.facts.setdefault("logging_steps", 10)  # of its configurations, for want of eval_steps
     if not any(row.given.key == "dataset_name" and row.given.source.endswith(".py") for row in conversion.rows):
         conversion.facts.setdefault("test_split", "test")  # ScriptArguments, which a script of one's own may not have
     if conversion.facts.get("wrapped") and options.get("data.packing"):

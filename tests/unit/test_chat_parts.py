@@ -162,9 +162,7 @@ def test_a_model_a_run_and_an_adapter(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(UserError, match=message):
             settled(*words)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "acme/tiny"}))
-    with pytest.raises(
-        UserError, match="of acme/tiny, which is no folder here, but looks like a model.* --download"
-    ):
+    with pytest.raises(UserError, match="of acme/tiny, which is no folder here, but looks like a model.* --download"):
         settled(adapter)
     asked = []
     monkeypatch.setattr(chatting, "local_folder", lambda name, download: (asked.append((name, download)), str(base))[1])

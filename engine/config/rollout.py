@@ -95,6 +95,8 @@ class RolloutOptions:
             its attempts.
         adapter_dir: Folder for the adapters that the server loads, which it sees under the same path; null for
             served_adapters in the run's folder.
+        check_delivery: Ask the server, after each adapter that it was given, for the log-probabilities of some prompts,
+            and end the run where they are still those of the adapter before; at rollout.temperature 1 alone.
         overlap: Sample the next generation batch while this one is trained on, with the adapters from before it; only
             with rollout.server.
         mismatch: Reaction where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"
@@ -133,6 +135,7 @@ class RolloutOptions:
     server_model: str | None = option(None, IGNORED)
     server_timeout: float = option(600.0, IGNORED)
     adapter_dir: str | None = option(None, IGNORED)
+    check_delivery: bool = option(True, IGNORED)
     overlap: bool = option(False, REPORTED)
     mismatch: Mismatch = option("warn", REPORTED)
     mismatch_bound: float = option(0.1, REPORTED)

@@ -176,7 +176,15 @@ def _check_server(config: RunConfig) -> None:
             "rollout.overlap is true and rollout.server is not set, but the engine samples on the devices that train, "
             "so that nothing would overlap: name a server, or set rollout.overlap to false.",
         )
-        server = ("server_kind", "server_model", "server_timeout", "adapter_dir", "mismatch", "mismatch_bound")
+        server = (
+            "server_kind",
+            "server_model",
+            "server_timeout",
+            "adapter_dir",
+            "mismatch",
+            "mismatch_bound",
+            "check_delivery",
+        )
         options = (field for field in fields(rollout) if field.name in server)
         given = next((field.name for field in options if getattr(rollout, field.name) != field.default), None)
         require(

@@ -86,6 +86,12 @@ class Sampler(Protocol):
         ...
 
     @property
+    def delivery(self) -> float | None:
+        """Where a server's log-probabilities lay between those of the adapter before, 0, and those of the adapter that
+        it was given last, 1; None where that was not to be seen."""
+        ...
+
+    @property
     def ahead(self) -> int | None:
         """The training steps of the adapter that is already sampling the next generation batch; None where none is
         being sampled."""

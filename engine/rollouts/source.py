@@ -104,7 +104,10 @@ class RolloutSource:
             longest = loader.prompts.longest
             self._sampler = TrainedSampler(config, training, ends=ends, longest_prompt=longest, say=say, talk=talk)
         else:
-            self._sampler = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir, talk=talk)
+            prompts = [one.ids for one in loader.prompts.prompts]
+            self._sampler = ServedSampler(
+                config, launch, training, ends=ends, run_dir=run_dir, talk=talk, prompts=prompts, say=say
+            )
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns, in_program=rewards)
         self._teachers = Teachers(config, launch, training) if config.distillation.teachers else None
         self._open: OpenBuffer | None = None
@@ -422,6 +425,8 @@ class RolloutSource:
             figures |= self._divergences(buffer, prompts)
         if self._sampler.elsewhere:
             bound = self._config.rollout.mismatch_bound
+            if self._sampler.delivery is not None:
+                figures["sampler_delivery"] = self._sampler.delivery
             figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
         return StepRows(
             batches=loader.batches(0),

@@ -40,6 +40,7 @@ class TrainedSampler:
     """
 
     elsewhere = False
+    delivery: float | None = None
     ahead: int | None = None
 
     def __init__(

@@ -36,7 +36,7 @@ def test_a_server_says_what_its_model_does(kind: str, place: tuple[Path, dict[st
         np.testing.assert_allclose(found[0], found[1], atol=3e-6)
         name = server.url.removeprefix("http://")
         assert rows.figures[f"teachers/{name}/kl"] == pytest.approx(rows.figures["teachers/other/kl"], abs=1e-6)
-        assert not [one for one in server.calls if "lora" in json.dumps(one.body)]
+        assert server.probes and not [one for one in server.probes if "lora" in json.dumps(one.body)]
 
 
 @pytest.mark.distributed
@@ -46,8 +46,7 @@ def test_two_ranks_ask_once(place: tuple[Path, dict[str, object]]) -> None:
         settings = settings | {"distillation.teachers": f"[{server.url}]", "checkpoint.dir": folder / "two"}
         ranks = spawn(stepped, world=2, args=(settings, 1), timeout=120)
         assert ranks[0] == ranks[1]
-        asked = [one for one in server.of("/v1/completions") if one.body.get("prompt_logprobs") == 0]
-        assert len(asked) == 8 + 1  # and one to check it
+        assert len(server.probes) == 8 + 1  # and one to check it
 
 
 def _without(answer: dict[str, Any]) -> None:

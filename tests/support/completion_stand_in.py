@@ -66,11 +66,15 @@ class StandIn:
     max_rank: int = 64
     key: str | None = None
     calls: list[Called] = field(default_factory=list)
+    probes: list[Called] = field(default_factory=list)
+    """Calls for the log-probabilities of texts, which are no `calls` and meet no `fault`."""
+    keeps: str = ""
+    """Adapters whose names end so are loaded, and computed as the one before, or without one."""
     adapters: dict[str, str] = field(default_factory=dict)
     mangle: Callable[[dict[str, Any]], None] | None = None
     """Changes the answer of a completion."""
     mangles_base: bool = False
-    """Whether also without adapter."""
+    """Whether also without adapter, and of probes."""
 
     def __enter__(self) -> Self:
         from peft import PeftModel
@@ -131,6 +135,9 @@ class StandIn:
         return [one for one in self.calls if self.adapter_of(one.body) is not None]
 
     def reply(self, path: str, body: dict[str, Any]) -> Reply:
+        if body.get("prompt_logprobs") is not None or body.get("logprob_start_len") is not None:
+            self.probes.append(Called(path, body, time.monotonic()))
+            return self._probe(body)
         with self._lock:
             self.calls.append(Called(path, body, time.monotonic()))
             count = len(self.of(path))
@@ -193,7 +200,9 @@ class StandIn:
                 "above for the root cause"
             )
         self.adapters[name] = body["lora_path"]
-        self._models[name] = self._opened(body["lora_path"])
+        before = next(reversed(self._models.values()), self._base)
+        stale = bool(self.keeps) and name.endswith(self.keeps)
+        self._models[name] = before if stale else self._opened(body["lora_path"])
         return 200, None
 
     def _opened(self, folder: str) -> Any:
@@ -245,18 +254,7 @@ class StandIn:
             longest = min(longest, CONTEXT - len(ids))
             tokens, logps, rows = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
         answer: dict[str, Any]
-        if self.kind == "vllm" and body.get("prompt_logprobs") is not None:
-            entries = [
-                None if logp is None else {str(token): {"logprob": logp, "rank": 1, "decoded_token": ""}}
-                for token, logp in zip(ids, self._of_text(model, ids), strict=True)
-            ]
-            answer = {"object": "text_completion", "choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
-        elif self.kind == "sglang" and body.get("logprob_start_len") == 0:
-            facts = {
-                "input_token_logprobs": [[p, t, None] for t, p in zip(ids, self._of_text(model, ids), strict=True)]
-            }
-            answer = {"text": "", "output_ids": tokens, "meta_info": facts}
-        elif self.kind == "vllm":
+        if self.kind == "vllm":
             choice = {"index": 0, "text": "", "logprobs": self._told(tokens, logps, rows, body), "stop_reason": None}
             choice |= {"finish_reason": "stop" if tokens[-1] in ends else "length"}
             choice |= {"token_ids": tokens if body.get("return_token_ids") else None}
@@ -270,6 +268,28 @@ class StandIn:
                 ]
             answer = {"text": "", "output_ids": tokens, "meta_info": facts}
         if self.mangle is not None and (name is not None or self.mangles_base):
+            self.mangle(answer)
+        return 200, answer
+
+    def _probe(self, body: dict[str, Any]) -> Reply:
+        """The log-probabilities of a text."""
+        name = self.adapter_of(body)
+        if self.kind == "vllm" and (problem := self._problem(body)) is not None:
+            return _error(400, "BadRequestError", problem)
+        ids = body["prompt" if self.kind == "vllm" else "input_ids"]
+        with self._lock:
+            logps = self._of_text(self._base if name is None else self._models[name], ids)
+        answer: dict[str, Any]
+        if self.kind == "vllm":
+            entries = [
+                None if logp is None else {str(token): {"logprob": logp, "rank": 1, "decoded_token": ""}}
+                for token, logp in zip(ids, logps, strict=True)
+            ]
+            answer = {"object": "text_completion", "choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
+        else:
+            told = [[logp, token, None] for token, logp in zip(ids, logps, strict=True)]
+            answer = {"text": "", "output_ids": [0], "meta_info": {"input_token_logprobs": told}}
+        if self.mangle is not None and self.mangles_base:
             self.mangle(answer)
         return 200, answer
 

@@ -139,8 +139,13 @@ class Dialect(Protocol):
         """
         ...
 
-    def score(self, model: str, ids: Sequence[int]) -> Call:
-        """Returns a call for the log-probability of each token of a text at temperature 1, without adapter."""
+    def score(self, model: str, ids: Sequence[int], adapter: str | None = None) -> Call:
+        """Returns a call for the log-probability of each token of a text at temperature 1.
+
+        Args:
+            model: the name of the base.
+            adapter: the name of one; None for none.
+        """
         ...
 
     def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:
@@ -222,8 +227,8 @@ class Vllm:
         # the sampled token is among them, wherever it ranks
         return _largest(_first(given, "top_logprobs").values(), "top_logprobs")
 
-    def score(self, model: str, ids: Sequence[int]) -> Call:
-        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, "temperature": 1.0, **_NEUTRAL}
+    def score(self, model: str, ids: Sequence[int], adapter: str | None = None) -> Call:
+        body = {"model": adapter or model, "prompt": list(ids), "max_tokens": 1, "n": 1, "temperature": 1.0, **_NEUTRAL}
         body |= {"top_k": 0, "top_p": 1.0, "prompt_logprobs": 0}  # of the token that stands there alone
         return Call("/v1/completions", body, _most_bytes(len(ids) + 1))
 
@@ -293,9 +298,10 @@ class Sglang:
         found = [one[0] for one in first if isinstance(one, list) and one] if isinstance(first, list) else []
         return _largest(found, "output_top_logprobs")
 
-    def score(self, model: str, ids: Sequence[int]) -> Call:
+    def score(self, model: str, ids: Sequence[int], adapter: str | None = None) -> Call:
         sampling = {"max_new_tokens": 1, "n": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body |= {} if adapter is None else {"lora_path": adapter}
         return Call("/generate", body, _most_bytes(len(ids) + 1))
 
     def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:

@@ -312,6 +312,26 @@ class CompletionServer:
         """
         return Asked([self._pool.submit(self._sampled, adapter, one, settings) for one in questions])
 
+    def ask_logps(self, adapter: str, rows: Sequence[Sequence[int]]) -> Asked[list[float] | None]:
+        """Begins to ask for the log-probabilities of the tokens of some texts after their first, at temperature 1; None
+        where the server does not give them.
+
+        Args:
+            adapter: loaded under this name.
+            rows: token ids.
+        """
+        return Asked([self._pool.submit(self._logps, adapter, ids) for ids in rows])
+
+    def _logps(self, adapter: str, ids: Sequence[int]) -> list[float] | None:
+        try:
+            answer = self._post(self._dialect.score("", ids, adapter))
+        except CallRefused:
+            return None
+        try:
+            return self._dialect.scored(answer, ids)
+        except UserError:
+            return None
+
     def close(self) -> None:
         """Ends the calls under way."""
         self._http.close()

@@ -56,6 +56,10 @@ class CompletionServers:
         server = self._servers[place // self._group % len(self._servers)]
         return server.ask(adapter, [question], settings).result()[0]
 
+    def ask_logps(self, adapter: str, rows: Sequence[Sequence[int]]) -> Asked[list[float] | None]:
+        """Begins to ask each server for the same log-probabilities; those of the first server come first."""
+        return Asked([answer for one in self._servers for answer in one.ask_logps(adapter, rows).answers])
+
     def close(self) -> None:
         for one in self._servers:
             one.close()

@@ -66,7 +66,7 @@ FRAMES = {
 }
 
 def hostile(completions, **columns):
-    socket, call = int(sys.argv[2]), sys._getframe(1).f_locals["request"]["call"]
+    socket, call = int(sys.argv[3]), sys._getframe(1).f_locals["request"]["call"]
     for one in completions:
         if one in FRAMES:
             os.write(socket, FRAMES[one](call))

@@ -257,10 +257,10 @@ def _save_for_ever(run_dir: Path) -> None:
 def test_killed_at_any_moment_the_last_checkpoint_opens(tmp_path: Path) -> None:
     chance = random.Random(0)
     save_alone(tmp_path, 0)
-    for _ in range(12):
+    for round_ in range(48):
         child = get_context("fork").Process(target=_save_for_ever, args=(tmp_path,))
         child.start()
-        time.sleep(0.02 + 0.1 * chance.random())
+        time.sleep((0.02 + 0.1 * chance.random()) * (1 + round_ // 12))
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         child.join()
@@ -269,4 +269,6 @@ def test_killed_at_any_moment_the_last_checkpoint_opens(tmp_path: Path) -> None:
         checkpoint = TrainingCheckpoint(latest)
         for name, tensor in WHOLE.items():
             assert torch.equal(checkpoint.read_whole(name), tensor)
+        if round_ >= 11 and checkpoint.state["step"] > 0:
+            break  # on a busy machine the first children may not come as far as a save
     assert checkpoint.state["step"] > 0  # the children did save

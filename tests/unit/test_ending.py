@@ -129,8 +129,7 @@ ENDS = {
     "destroy_process_group": {"engine/runtime/launch.py"},
     "_exit": {
         "engine/telemetry/ending.py",
-        "engine/rollouts/rewards/worker.py",  # copies that a reward has forked
-        "engine/rollouts/turns/worker.py",  # copies that a tool has forked
+        "engine/rollouts/rewards/worker.py",  # copies that a reward or a tool has forked
         "engine/foreign/supervisor.py",  # a process that runs nothing else, and its child
     },
     "register": set[str](),  # of atexit

@@ -20,7 +20,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,30 +61,38 @@ def serve(descriptor: int, parent: int) -> None:
         descriptor: of the socket.
         parent: process id of this one's, with which it ends.
     """
+    with answering(descriptor, parent) as (receive, answer):
+        functions, problems = _load_all(receive())
+        answer(problems)
+        while True:
+            request = receive()
+            reply = scored(functions[request.pop("function")], request)
+            answer({"call": request["call"], **reply})
+
+
+@contextmanager
+def answering(descriptor: int, parent: int) -> Iterator[tuple[Callable[[], Any], Callable[[object], None]]]:
+    """Connects a process of a user's program with the run, until the other end is closed, which ends the block.
+
+    Args:
+        descriptor: of the socket.
+        parent: process id of this one's, with which it ends.
+
+    Yields:
+        A function that receives a request of the run, whose records may have anything that a data file may, and one
+        that sends an answer.
+    """
     end_with_parent(parent)
     ignore_signals()
-    with socket.socket(fileno=descriptor) as connection:
+    with socket.socket(fileno=descriptor) as connection, suppress(EOFError, ConnectionError):
         stream, own = LimitedStream(connection, None, most_bytes=REQUEST_BYTES), os.getpid()
 
         def answer(message: object) -> None:
-            if os.getpid() != own:  # a fork by a file or a function, which returned here
+            if os.getpid() != own:  # a fork by the user's program, which returned here
                 os._exit(0)
             send_frame(stream, message)
 
-        try:
-            functions, problems = _load_all(receive(stream))
-            answer(problems)
-            while True:
-                request = receive(stream)
-                reply = scored(functions[request.pop("function")], request)
-                answer({"call": request["call"], **reply})
-        except (EOFError, ConnectionError):
-            return
-
-
-def receive(stream: LimitedStream) -> Any:
-    """Receives a request of the run, whose records may have anything that a data file may."""
-    return json.loads(receive_bytes(stream))
+        yield lambda: json.loads(receive_bytes(stream)), answer
 
 
 def ignore_signals() -> None:

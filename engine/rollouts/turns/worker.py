@@ -14,7 +14,6 @@ import asyncio
 import inspect
 import math
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -22,12 +21,9 @@ from typing import Any, NoReturn
 
 from engine.config.rollout import LARGEST_REWARD, NamedObject
 from engine.files import platforms
-from engine.foreign.frames import send_frame
-from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import supervise
-from engine.rollouts.rewards.worker import REQUEST_BYTES, described_error, ignore_signals, load_object, receive
+from engine.rollouts.rewards.worker import answering, described_error, load_object
 from engine.rollouts.turns.schemas import NoSchema, tool_schema
-from engine.telemetry.ending import end_with_parent
 
 LONGEST_RESULT = 1 << 20
 """Maximum characters of a result; what is behind them is cut off."""
@@ -53,28 +49,16 @@ def serve(descriptor: int, parent: int) -> None:
         descriptor: of the socket.
         parent: process id of this one's, with which it ends.
     """
-    end_with_parent(parent)
-    ignore_signals()
-    with socket.socket(fileno=descriptor) as connection:
-        stream, own = LimitedStream(connection, None, most_bytes=REQUEST_BYTES), os.getpid()
-
-        def answer(message: object) -> None:
-            if os.getpid() != own:  # a fork by a file or a tool, which returned here
-                os._exit(0)
-            send_frame(stream, message)
-
-        try:
-            wanted = receive(stream)
-            if wanted["memory"] is not None:
-                limit = (wanted["memory"], wanted["memory"])
-                platforms.resource.setrlimit(platforms.resource.RLIMIT_AS, limit)
-            host = _loaded(wanted)
-            answer({"problem": host} if isinstance(host, str) else host.description())
-            while not isinstance(host, str):
-                request = receive(stream)
-                answer({"call": request["call"], **host.answer(request)})
-        except (EOFError, ConnectionError):
-            return
+    with answering(descriptor, parent) as (receive, answer):
+        wanted = receive()
+        if wanted["memory"] is not None:
+            limit = (wanted["memory"], wanted["memory"])
+            platforms.resource.setrlimit(platforms.resource.RLIMIT_AS, limit)
+        host = _loaded(wanted)
+        answer({"problem": host} if isinstance(host, str) else host.description())
+        while not isinstance(host, str):
+            request = receive()
+            answer({"call": request["call"], **host.answer(request)})
 
 
 def _loaded(wanted: Mapping[str, Any]) -> Host | str:

@@ -81,7 +81,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end(settings: dict[str, str],
 
 @pytest.mark.parametrize("centre", [0.0, 0.3])
 def test_losses_in_rows_and_over_context_ranks(centre: float, tmp_path: Path) -> None:
-    """Of the tokens that hold scores alone; the figures of ranks that share rows add up to those of one."""
+    """Losses are of the tokens that hold scores alone; figures of ranks that share rows add up to those of one."""
     batch = make_batch(tmp_path)
     answers = batch.part(ScoredAnswers)
     assert answers is not None

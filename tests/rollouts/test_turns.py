@@ -175,7 +175,7 @@ class Faulty(Door):
 
 
 def test_a_failure_costs_its_completion_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of records 1 and 3 the environment fails; of record 2 results are so long that conversations end."""
+    """The environment fails on records 1 and 3; the results of record 2 are so long that conversations end."""
     settings = tool_settings(tmp_path, train__steps=1, train__global_batch_size=16, rollout__show=0)
     lines = (tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:4]) + "\n", encoding="utf-8")

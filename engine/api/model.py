@@ -28,10 +28,11 @@ from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.inference.decode_graphs import decode_capture
-from engine.inference.generate import Answer, Generator, Request, check_requests, context_limit
+from engine.inference.generate import Generator, check_requests, context_limit
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.inference.row_scores import read_scores, scored_rows, with_labels
+from engine.inference.rows import Answer, Request
 from engine.objectives.build import build_objective
 from engine.pipeline.schedules import ScheduleChoice
 from engine.runtime.launch import start, stop, world_size_from_environment

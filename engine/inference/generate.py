@@ -16,9 +16,9 @@ from __future__ import annotations
 import collections.abc as abc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,50 +31,14 @@ from engine.inference.kept_row import KeptRow
 from engine.inference.model_part import Chosen, InferenceStage
 from engine.inference.options import Limits
 from engine.inference.prompt_coordinates import PromptCoordinates, text_coordinates
+from engine.inference.rows import Answer, Request, Row
 from engine.inference.text import TextStream, TokenDecoder, push_all
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
 from engine.seams import resolve
 
-Ending = Literal["stop_token", "stop_text", "length", "interrupted"]
 _DONE, _WAITS, _BUSY = range(3)
 """The state of a rank: nothing is left to do, it waits for further prompts, or it has some or rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A prompt to continue.
-
-    Args:
-        row: its number in the run; a coordinate of its random numbers.
-        ids: its tokens, those that stand for features of images included.
-        images: in the order of their tokens.
-        max_new: the most tokens that follow; None for those of the limits.
-    """
-
-    row: int
-    ids: tuple[int, ...]
-    images: tuple[Any, ...] = ()
-    max_new: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The answer to a prompt.
-
-    Args:
-        request: the prompt.
-        ids: the new tokens, the one that ended the row included.
-        text: of them, without the text that ended the row; "" where no text was asked for.
-        ending: why the row ended.
-        logps: log-probability of each of `ids`, where the stage keeps them.
-    """
-
-    request: Request
-    ids: tuple[int, ...]
-    text: str
-    ending: Ending
-    logps: tuple[float, ...] = ()
 
 
 class Further(Protocol):
@@ -119,33 +83,11 @@ class Speed:
     cache_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Row:
-    request: Request
-    stream: TextStream | None
-    next_position: int
-    launched: int = 0
-    """Tokens that passes have been launched for; `ids` are those that were read."""
-    ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    ending: Ending | None = None
-
-    @property
-    def place(self) -> int:
-        """The place of the last token in the row."""
-        return len(self.request.ids) + self.launched - 1
-
-    @property
-    def position(self) -> int:
-        """The position of the last token, where an image's tokens may share one."""
-        return self.next_position + self.launched - 1
-
-
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """A pass that was launched, with the rows that take its tokens."""
 
-    rows: list[_Row]
+    rows: list[Row]
     chosen: Chosen
     decodes: bool = False
 
@@ -231,7 +173,7 @@ class Generator:
         """The prompt that waits for more rows to continue it, which are the next."""
         assert not keeps_row or limits.slots == stage.group == 1, "one row is kept"
         self._keeps_row = keeps_row
-        self._last_row: _Row | None = None
+        self._last_row: Row | None = None
         """The row that is kept."""
 
     def run(
@@ -276,7 +218,7 @@ class Generator:
         further: Further | None = None,
     ) -> abc.Generator[None, None, list[Answer]]:
         """Does as `run`, and yields after each pass, of which every rank takes as many; see there."""
-        waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
+        waiting, rows, answers = deque(requests), list[Row](), dict[int, Answer]()
         unread = deque[_Pass]()
         self._asked = None
 
@@ -289,10 +231,9 @@ class Generator:
             while len(unread) > self._ahead:
                 read()
 
-        def end(ended: Sequence[_Row]) -> None:
+        def end(ended: Sequence[Row]) -> None:
             for row in ended:
-                assert row.ending is not None
-                answer = answers[row.request.row] = _answer(row, row.ending)
+                answer = answers[row.request.row] = row.answer()
                 if on_answer is not None:
                     on_answer(answer)
                 if further is not None:
@@ -344,7 +285,7 @@ class Generator:
         self.stage.finish()
         return [answers[request.row] for request in requests if request.row in answers]
 
-    def _read(self, one: _Pass, on_text: Callable[[Request, str], None] | None) -> list[_Row]:
+    def _read(self, one: _Pass, on_text: Callable[[Request, str], None] | None) -> list[Row]:
         """Takes the tokens of a pass; returns the rows that they end."""
         began, waited = self.stage.now(), self.stage.waits.seconds
         tokens, logps = one.chosen.read()
@@ -438,7 +379,7 @@ class Generator:
         found: PromptCoordinates = resolve("engine.vision.inference:prompt_coordinates")(self._family, ids, images)
         return found
 
-    def _prefill(self, starting: list[list[Request]], rows: list[_Row]) -> _Pass:
+    def _prefill(self, starting: list[list[Request]], rows: list[Row]) -> _Pass:
         """Runs prompts; their rows are the last of `rows`."""
         prompts = [members[0] for members in starting]
         began = self.stage.now()
@@ -461,13 +402,13 @@ class Generator:
         rows += new
         return _Pass(new, chosen)
 
-    def _row(self, request: Request, position: int) -> _Row:
+    def _row(self, request: Request, position: int) -> Row:
         stream = None
         if self._tokenizer is not None:
             stream = TextStream(self._tokenizer, self.limits.stop_texts, request.ids)
-        return _Row(request, stream, position)
+        return Row(request, stream, position)
 
-    def _decode(self, rows: list[_Row]) -> _Pass:
+    def _decode(self, rows: list[Row]) -> _Pass:
         places, positions = [row.place for row in rows], [row.position for row in rows]
         began, waited = self.stage.now(), self.stage.waits.seconds
         chosen = self.stage.decode(places, positions, [row.request.row for row in rows])
@@ -478,7 +419,7 @@ class Generator:
         speed.cache_bytes += self.stage.cache.bytes_read([place + 1 for place in places])
         return _Pass([*rows], chosen, decodes=True)
 
-    def _take(self, row: _Row, token: int, text: str, on_text: Callable[[Request, str], None] | None) -> None:
+    def _take(self, row: Row, token: int, text: str, on_text: Callable[[Request, str], None] | None) -> None:
         row.ids.append(token)
         stream = row.stream
         if token in self.limits.stop_ids:
@@ -495,14 +436,14 @@ class Generator:
         if text and on_text is not None:
             on_text(row.request, text)
 
-    def _interrupted(self, row: _Row, on_text: Callable[[Request, str], None] | None) -> _Row:
+    def _interrupted(self, row: Row, on_text: Callable[[Request, str], None] | None) -> Row:
         """Returns the row, which ends as it is."""
         row.ending = "interrupted"
         if row.stream is not None and (text := row.stream.finish()) and on_text is not None:
             on_text(row.request, text)
         return row
 
-    def _close_gaps(self, rows: list[_Row]) -> None:
+    def _close_gaps(self, rows: list[Row]) -> None:
         """Removes rows that have ended, or have all their tokens; the last ones take their slots."""
         slot = 0
         while slot < len(rows):
@@ -515,7 +456,7 @@ class Generator:
             else:
                 slot += 1
 
-    def _leave(self, row: _Row, slot: int) -> None:
+    def _leave(self, row: Row, slot: int) -> None:
         if self._keeps_row:
             self._last_row = row
         else:
@@ -549,15 +490,10 @@ class Generator:
         self.speed.prefill_tokens += length - common
         return _Pass([self._row(request, length - kept.behind)], chosen)
 
-    def _leaves(self, row: _Row) -> bool:
+    def _leaves(self, row: Row) -> bool:
         return row.ending is not None or row.launched == self._most(row.request)
 
 
 def _continue_one(one: Request, other: Request) -> bool:
     """Returns whether two rows continue the same prompt."""
     return one.ids == other.ids and one.max_new == other.max_new
-
-
-def _answer(row: _Row, ending: Ending) -> Answer:
-    text = "" if row.stream is None else row.stream.text
-    return Answer(request=row.request, ids=tuple(row.ids), text=text, ending=ending, logps=tuple(row.logps))

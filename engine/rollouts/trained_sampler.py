@@ -15,9 +15,10 @@ import torch
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce, gather_objects
 from engine.inference.decode_graphs import decode_capture
-from engine.inference.generate import Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Request
 from engine.rollouts.cache_size import cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import Sampled

@@ -17,9 +17,10 @@ import torch
 
 from engine.distributed.mesh import single_process_mesh
 from engine.errors import UserError
-from engine.inference.generate import Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Request
 from engine.layers.graph_capture import Capture, CudaCapture
 from engine.models.decoder import Decoder
 from engine.models.dtypes import TORCH_DTYPES

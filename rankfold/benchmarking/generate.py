@@ -21,9 +21,10 @@ import transformers
 
 from engine.errors import UserError
 from engine.inference.decode_graphs import decode_capture
-from engine.inference.generate import Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.inference.rows import Request
 from engine.models.dtypes import TORCH_DTYPES
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
-from engine.inference.generate import Answer, Request
 from engine.inference.options import Sampling
+from engine.inference.rows import Answer, Request
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from rankfold.generating.opened import Opened

@@ -23,8 +23,9 @@ from lm_eval.models.utils import (
 )
 
 from engine.errors import UserError
-from engine.inference.generate import Request, check_requests, context_limit
+from engine.inference.generate import check_requests, context_limit
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Request
 from engine.sentences import listed
 from rankfold.evaluating.model import EvaluatedModel
 from rankfold.evaluating.sampling import completions

@@ -8,9 +8,10 @@ import torch
 
 from engine.distributed.collectives import all_reduce
 from engine.inference.decode_graphs import decode_capture
-from engine.inference.generate import Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Request
 from engine.inference.text import TokenDecoder
 from rankfold.evaluating.model import EvaluatedModel
 from rankfold.evaluating.watch import Watch

@@ -10,9 +10,10 @@ from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.inference.decode_graphs import decode_capture
-from engine.inference.generate import Generator, Request, Speed, check_requests, context_limit
+from engine.inference.generate import Generator, Speed, check_requests, context_limit
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Request
 from engine.inference.speed_report import measure, report_lines
 from engine.runtime.launch import Launch
 from engine.seams import resolve

@@ -17,7 +17,7 @@ from engine.errors import UserError
 from engine.files.documents import parse_record, read_text
 from engine.files.durable import write_named
 from engine.files.refusals import writing
-from engine.inference.generate import Answer, Request
+from engine.inference.rows import Answer, Request
 from engine.sentences import listed
 from engine.vision.data.columns import PlacedImage
 from engine.vision.data.reader import ImageReader

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 
 from engine.errors import UserError
-from engine.inference.generate import Answer, Generator, Request
+from engine.inference.generate import Generator
+from engine.inference.rows import Answer, Request
 from engine.runtime.launch import Launch
 from engine.sentences import listed
 from engine.telemetry.log import Log

@@ -16,9 +16,10 @@ import numpy as np
 
 from engine.checkpoint.tokenizer_files import end_tokens
 from engine.data.tokenizer import Tokenizer, load_tokenizer
-from engine.inference.generate import Answer, Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Answer, Request
 from engine.training.build import Training
 from rankfold.serving.images import ClientImages
 from rankfold.serving.ranks import Ranks

@@ -10,9 +10,10 @@ from torch import nn
 
 from engine.adopted.proof import Small, proven_attention, small_of
 from engine.distributed.mesh import Axis
-from engine.inference.generate import Answer, Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
+from engine.inference.rows import Answer, Request
 from tests.support.generation import random_prompts, stock_greedy
 
 NEW = 10

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.inference.generate import Answer, Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.inference.rows import Answer, Request
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.inference.generate import Answer, Generator, Request
+from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.inference.rows import Answer, Request
 from engine.layers.graph_capture import Captured, CudaCapture, Replayable
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log

@@ -20,7 +20,8 @@ from engine.data.build_store import Request as StoreRequest
 from engine.data.build_store import preprocess
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
-from engine.inference.generate import Request, check_requests
+from engine.inference.generate import check_requests
+from engine.inference.rows import Request
 from engine.models.names import FUSED, KEY_VALUE
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh
 from engine.distributed.operations import LOG
-from engine.inference.generate import Answer, Request
+from engine.inference.rows import Answer, Request
 from engine.rollouts.sampler import Sampled
 from engine.rollouts.turns.conversation import Conversation
 

@@ -57,7 +57,7 @@ def launch(words: Sequence[str], description: str | None = None) -> None:
     command = _command(request.target, job, path)
     say(f"{path} is written; to start it:\n\n    {shlex.join(command)}", sys.stdout)
     if request.submit:
-        _submit(command)
+        _submit(command, program="ray" if request.target == "ray" else command[0])
 
 
 def text_of(target: str, job: Job) -> str:
@@ -96,10 +96,15 @@ def _check_free(path: Path) -> None:
         raise UserError(f"{path} exists and was not written by rankfold launch: give another --out.")
 
 
-def _submit(command: list[str]) -> None:
-    if shutil.which(command[0]) is None:
+def _submit(command: list[str], *, program: str) -> None:
+    """Runs a command.
+
+    Args:
+        program: without which it would fail.
+    """
+    if shutil.which(program) is None:
         raise UserError(
-            f"{command[0]} is not installed here, so that the file is written but not submitted: {shlex.join(command)}"
+            f"{program} is not installed here, so that the file is written but not submitted: {shlex.join(command)}"
         )
     sys.stdout.flush()
     status = subprocess.run(command, check=False).returncode

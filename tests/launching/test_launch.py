@@ -248,6 +248,8 @@ def test_submitting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="sbatch is not installed here"):
         written("slurm", "--submit")
     assert Path("run.slurm").is_file()
+    with pytest.raises(UserError, match=r"ray is not installed here.*python run\.ray\.py"):  # not a traceback of python
+        written("ray", "--submit")
     (bin_folder / "sbatch").write_text('#!/bin/sh\necho "$@" > asked\nexit 3\n')
     os.chmod(bin_folder / "sbatch", 0o755)
     with pytest.raises(SystemExit) as ended:

@@ -95,8 +95,8 @@ class RolloutOptions:
             its attempts.
         adapter_dir: Folder for the adapters that the server loads, which it sees under the same path; null for
             served_adapters in the run's folder.
-        check_delivery: Ask the server, after each adapter that it was given, for the log-probabilities of some prompts,
-            and end the run where they are still those of the adapter before; at rollout.temperature 1 alone.
+        check_delivery: Ask each server, after each adapter that it was given, for the log-probabilities of some
+            prompts, and end the run where they are not those of that adapter; at rollout.temperature 1 alone.
         overlap: Sample the next generation batch while this one is trained on, with the adapters from before it; only
             with rollout.server.
         mismatch: Reaction where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.rollout import KEY_VARIABLE, RolloutOptions
@@ -30,7 +29,7 @@ from engine.files.durable import write_durably
 from engine.files.refusals import reading, writing
 from engine.files.staging import partial_folder
 from engine.rollouts.data.prompts import Prompt, PromptSet
-from engine.rollouts.delivery import Probe, delivery
+from engine.rollouts.delivery_check import DeliveryCheck
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.rank_zero import broadcast_result
 from engine.rollouts.sampler import Sampled
@@ -112,7 +111,8 @@ def check_server(
             server = CompletionServers(config.rollout, vocabulary=model.decoder.vocab_size, key=secret(KEY_VARIABLE))
             settings = sampling_settings(config.rollout, completion_ends(model.path, tokenizer))
             text = " ".join(tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED])
-            shown = Shown(config.data.seq_length, text, tokenizer.encode(text), prompts.prompts[0].ids)
+            first = prompts.prompts[0].ids
+            shown = Shown(config.data.seq_length, text, tokenizer.encode(text), first, unusual(tokenizer, first, text))
             for note in server.check(shown, settings):
                 say(f"note: {note}")
         except UserError as error:
@@ -122,6 +122,18 @@ def check_server(
                 server.close()
     if (told := broadcast_object(problem)) is not None:
         raise UserError(str(told))
+
+
+def unusual(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> tuple[int, ...]:
+    """Returns as many tokens as a prompt has, or fewer, whose text is made of other tokens; none where each character
+    has one.
+
+    Args:
+        text: of which they are made, one character after the other.
+    """
+    pieces = [tokenizer.encode(character) for character in text[: len(prompt)]]
+    ids = tuple(token for piece in pieces for token in piece)[: len(prompt)]
+    return () if list(ids) == list(tokenizer.encode(tokenizer.decode(ids))) else ids
 
 
 def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
@@ -182,13 +194,7 @@ class ServedSampler:
         say: Callable[[str], None],
     ) -> None:
         rollout = config.rollout
-        self._talk, self._say = talk, say
-        checks = rollout.check_delivery and rollout.temperature == 1
-        probe = Probe(config, training, prompts) if checks else None
-        self._probe = probe if probe is not None and probe.rows else None
-        self._known: NDArray[np.float32] | None = None
-        """The trainer's log-probabilities of the probe under the adapter that the server was given last."""
-        self.delivery: float | None = None
+        self._talk = talk
         self._config, self._training, self._ends = config, training, ends
         self._settings = sampling_settings(rollout, ends)
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
@@ -199,9 +205,14 @@ class ServedSampler:
         self._server: CompletionServers | None = None
         if launch.rank == 0:
             self._server = self._servers(rollout)
+        self._check = DeliveryCheck(config, training, prompts, self._server, say)
         self._loaded: tuple[int, Path] | None = None
         """The adapter that the server has: steps that it was trained for, and its folder."""
         self._begun: Begun | None = None
+
+    @property
+    def delivery(self) -> float | None:
+        return self._check.share
 
     @property
     def ahead(self) -> int | None:
@@ -225,7 +236,7 @@ class ServedSampler:
                     trained, self._config, self._training, folder, self._config.rollout.server_kind
                 ),
             )
-            self._check_delivery(step)
+            self._check.check(self._name(step), step)
         self._ask(prompts, generation=generation, step=step)
 
     def begin_again(
@@ -238,7 +249,7 @@ class ServedSampler:
                     write_durably(folder / name, files(kept))
 
         self._publish(step, write)
-        self._known = None  # the trainer has later weights
+        self._check.forget()
         self._ask(prompts, generation=generation, step=step)
 
     def files(self) -> Mapping[str, bytes]:
@@ -302,43 +313,6 @@ class ServedSampler:
 
         broadcast_result(None if server is None else _InThread.begin(publish), self._config)
         self._loaded = step, folder
-
-    def _check_delivery(self, step: int) -> None:
-        """Proves that the server computes with the adapter that it was given. Collective.
-
-        Raises:
-            UserError: it computes with the one before; on all ranks.
-        """
-        if self._probe is None:
-            return
-        before, first = self._known, self._known is None
-        if before is None:
-            before = self._probe.logps(adapters=False)
-        now = self._known = self._probe.logps()
-        self.delivery = None
-        asked = None if self._server is None else self._server.ask_logps(self._name(step), self._probe.rows)
-        answers: list[list[float] | None] = broadcast_result(asked, self._config)
-        rows = len(self._probe.rows)
-        for number, url in enumerate(self._config.rollout.servers):
-            own = answers[number * rows : (number + 1) * rows]
-            known = [one for one in own if one is not None]
-            if len(known) < rows:
-                self._say(
-                    f"warning: step {step}: {url} gives no log-probabilities of prompts, so that nothing proves which "
-                    "adapter it computes with; rollout.check_delivery is off from now on"
-                )
-                self._probe = None
-                return
-            found = delivery(np.concatenate(known).astype(np.float32), before, now)
-            if found.failed:
-                old = "without adapter" if first else "with the one before"
-                raise UserError(
-                    f"{url} was given the adapter of step {step} and computes {old}: its log-probabilities of prompts "
-                    f"lie {found.share:.2f} of the way from the old ones to the new ones, where 1 is expected: see its "
-                    "log, and that no cache in front of it answers; or set rollout.check_delivery to false."
-                )
-            if found.tells:
-                self.delivery = found.share if self.delivery is None else min(found.share, self.delivery)
 
     def _clear(self) -> None:
         """Deletes the adapters, also those left behind by an earlier start of the run."""

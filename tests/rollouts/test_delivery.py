@@ -58,7 +58,7 @@ def test_an_adapter_that_is_not_used_ends_the_run(kind: str, model: Path, tmp_pa
 
 def test_an_adapter_that_never_arrives(model: Path, tmp_path: Path) -> None:
     with StandIn(model, keeps="step1") as server:
-        with pytest.raises(UserError, match="step 1 and computes with the one before"):
+        with pytest.raises(UserError, match="step 1 and computes without adapter: it ignores the call"):
             run_here(_settings(tmp_path, server))
         run_here(_settings(tmp_path, server, rollout__check_delivery=False, checkpoint__dir=tmp_path / "unchecked"))
         assert not [record for record in records(tmp_path / "unchecked") if "sampler_delivery" in record]

@@ -69,7 +69,7 @@ class StandIn:
     probes: list[Called] = field(default_factory=list)
     """Calls for the log-probabilities of texts, which are no `calls` and meet no `fault`."""
     keeps: str = ""
-    """Adapters whose names end so are loaded, and computed as the one before, or without one."""
+    """Adapters in whose names it is are loaded, and computed as the one before, or without one."""
     adapters: dict[str, str] = field(default_factory=dict)
     mangle: Callable[[dict[str, Any]], None] | None = None
     """Changes the answer of a completion."""
@@ -201,11 +201,16 @@ class StandIn:
             )
         self.adapters[name] = body["lora_path"]
         before = next(reversed(self._models.values()), self._base)
-        stale = bool(self.keeps) and name.endswith(self.keeps)
-        self._models[name] = before if stale else self._opened(body["lora_path"])
+        stale = bool(self.keeps) and self.keeps in name
+        self._models[name] = before if stale else self.opened(body["lora_path"])
         return 200, None
 
-    def _opened(self, folder: str) -> Any:
+    def read(self, ids: list[int]) -> list[int]:
+        """The tokens that it computes with, given those that it was sent."""
+        return ids
+
+    def opened(self, folder: str) -> Any:
+        """The model with an adapter."""
         from copy import deepcopy
 
         return self._peft.from_pretrained(deepcopy(self._base), folder).merge_and_unload().eval()
@@ -251,16 +256,21 @@ class StandIn:
                 ends.add(self._tokenizer.eos_token_id)
             scripted = self.script is not None and (name is not None or self.script_of_base)
             given = self.script[seed] if scripted else None
+            ids = self.read(ids)
             longest = min(longest, CONTEXT - len(ids))
             tokens, logps, rows = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
         answer: dict[str, Any]
         if self.kind == "vllm":
             choice = {"index": 0, "text": "", "logprobs": self._told(tokens, logps, rows, body), "stop_reason": None}
             choice |= {"finish_reason": "stop" if tokens[-1] in ends else "length"}
-            choice |= {"token_ids": tokens if body.get("return_token_ids") else None}
+            shown = (tokens, ids) if body.get("return_token_ids") else (None, None)
+            choice |= dict(zip(("token_ids", "prompt_token_ids"), shown, strict=True))
+            usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
             answer = {"id": "cmpl-1", "object": "text_completion", "model": name or "base", "choices": [choice]}
+            answer["usage"] = usage
         else:
-            facts = {"output_token_logprobs": [[p, t, None] for p, t in zip(logps, tokens, strict=True)]}
+            facts: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
+            facts["output_token_logprobs"] = [[p, t, None] for p, t in zip(logps, tokens, strict=True)]
             if wanted := body.get("top_logprobs_num"):
                 facts["output_top_logprobs"] = [
                     [[float(row[token]), int(token), None] for token in row.argsort(descending=True)[:wanted]]
@@ -276,7 +286,7 @@ class StandIn:
         name = self.adapter_of(body)
         if self.kind == "vllm" and (problem := self._problem(body)) is not None:
             return _error(400, "BadRequestError", problem)
-        ids = body["prompt" if self.kind == "vllm" else "input_ids"]
+        ids = self.read(body["prompt" if self.kind == "vllm" else "input_ids"])
         with self._lock:
             logps = self._of_text(self._base if name is None else self._models[name], ids)
         answer: dict[str, Any]
@@ -285,7 +295,8 @@ class StandIn:
                 None if logp is None else {str(token): {"logprob": logp, "rank": 1, "decoded_token": ""}}
                 for token, logp in zip(ids, logps, strict=True)
             ]
-            answer = {"object": "text_completion", "choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
+            choice = {"index": 0, "text": "", "prompt_logprobs": entries}
+            answer = {"object": "text_completion", "model": name or "base", "choices": [choice]}
         else:
             told = [[logp, token, None] for token, logp in zip(ids, logps, strict=True)]
             answer = {"text": "", "output_ids": [0], "meta_info": {"input_token_logprobs": told}}

@@ -60,6 +60,24 @@ class Answer(NamedTuple):
     logps: tuple[float, ...]
 
 
+class Echo(NamedTuple):
+    """The facts by which an answer says what it is an answer to; None for those that it does not tell.
+
+    Args:
+        model: name of the model or adapter that sampled.
+        prompt: token ids that it continued.
+        length: count of them.
+    """
+
+    model: object = None
+    prompt: object = None
+    length: object = None
+
+
+class OtherTokens(UserError):
+    """Raised where an answer is about other tokens than were sent, or contradicts itself about its own."""
+
+
 class WrongValue(UserError):
     """Raised where an answer has a value that cannot be.
 
@@ -131,6 +149,10 @@ class Dialect(Protocol):
         """Returns a call for the log-probabilities of the `LIKELIEST` tokens behind a prompt, without adapter."""
         ...
 
+    def echo(self, answer: Any) -> Echo:
+        """Returns the facts that the answer to `sample` gives about its question."""
+        ...
+
     def likeliest(self, answer: Any) -> list[float]:
         """Reads the answer to `look`: log-probabilities, the largest first.
 
@@ -152,7 +174,8 @@ class Dialect(Protocol):
         """Reads the answer to `score`: the log-probability of each token after the first.
 
         Raises:
-            UserError: it lacks log-probabilities, has them of other tokens, or impossible ones.
+            OtherTokens: its log-probabilities are of other tokens.
+            UserError: it lacks log-probabilities, or has impossible ones.
         """
         ...
 
@@ -195,6 +218,7 @@ class Vllm:
                 "seed": question.seed,
                 "logprobs": 0,  # of the sampled token alone
                 "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
                 "ignore_eos": True,  # the run's end tokens are below, and no others
                 "stop_token_ids": list(settings.ends),
             },
@@ -213,7 +237,14 @@ class Vllm:
         logps = given.get("token_logprobs") if isinstance(given, dict) else None
         if not isinstance(logps, list):
             raise UserError("the answer has no token_logprobs: see that nothing between here and the server drops them")
+        names = given.get("tokens") if isinstance(given, dict) else None
+        _require_same(tokens, names, lambda name, token: name == f"token_id:{token}" or not _is_token_id(name))
         return _completion(("token_ids", tokens), ("token_logprobs", logps))
+
+    def echo(self, answer: Any) -> Echo:
+        usage, choice = answer.get("usage"), _first(answer, "choices")
+        length = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return Echo(answer.get("model"), choice.get("prompt_token_ids"), length)
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         settings = {"temperature": temperature, "top_k": 0, "top_p": 1.0, **_NEUTRAL}
@@ -235,6 +266,9 @@ class Vllm:
     def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:
         given = _first(answer, "choices").get("prompt_logprobs")
         entries = given if isinstance(given, list) else []
+        _require_asked(
+            entries[1:], ids[1:], lambda entry, token: str(token) in entry if isinstance(entry, dict) else None
+        )
         found = []
         for token, entry in zip(ids[1:], entries[1:], strict=False):
             told = entry.get(str(token)) if isinstance(entry, dict) else None
@@ -286,7 +320,14 @@ class Sglang:
                 "the answer has no output_ids: see that rollout.server_kind is right, or use a later SGLang"
             )
         name = "output_token_logprobs"
-        return _completion(("output_ids", tokens), (name, self._logps(answer, name)))
+        logps = self._logps(answer, name)
+        names = [one[1] if len(one) > 1 else None for one in self._entries(answer, name) or ()]
+        _require_same(tokens, names, lambda name, token: name is None or name == token)
+        return _completion(("output_ids", tokens), (name, logps))
+
+    def echo(self, answer: Any) -> Echo:
+        facts = answer.get("meta_info")
+        return Echo(answer.get("model"), None, facts.get("prompt_tokens") if isinstance(facts, dict) else None)
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         sampling = {"max_new_tokens": 1, "n": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
@@ -307,6 +348,11 @@ class Sglang:
     def scored(self, answer: Any, ids: Sequence[int]) -> list[float]:
         name = "input_token_logprobs"
         entries = self._entries(answer, name) or []
+        _require_asked(
+            [one for one in entries if not isinstance(one, list) or one[:1] != [None]],  # the first has none
+            ids[1:],
+            lambda entry, token: entry[1] == token if isinstance(entry, list) and len(entry) > 1 else None,
+        )
         entries = entries[-(len(ids) - 1) :] if len(ids) > 1 else []
         found = [
             entry[0] if isinstance(entry, list) and len(entry) > 1 and entry[1] == token else None
@@ -363,6 +409,50 @@ def _first(answer: Any, name: str) -> dict[str, Any]:
     if not isinstance(found, list) or not found or not isinstance(found[0], dict):
         raise UserError(f"the answer has no {name}: see that rollout.server_kind is right")
     return found[0]
+
+
+def _is_token_id(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("token_id:")
+
+
+def _require_same(tokens: Sequence[Any], names: object, agree: Callable[[Any, Any], bool]) -> None:
+    """Refuses a completion whose log-probabilities are of other tokens than it has.
+
+    Args:
+        names: of the tokens that the log-probabilities are of.
+        agree: whether a name is a token's.
+
+    Raises:
+        OtherTokens: they differ.
+    """
+    if not isinstance(names, list) or len(names) != len(tokens):
+        return
+    differ = sum(not agree(name, token) for name, token in zip(names, tokens, strict=True))
+    if differ:
+        raise OtherTokens(
+            f"{differ} of {len(tokens)} tokens of a completion are not those that its log-probabilities are of, as "
+            "where its text was made into tokens again"
+        )
+
+
+def _require_asked(entries: Sequence[Any], tokens: Sequence[int], is_of: Callable[[Any, int], bool | None]) -> None:
+    """Refuses log-probabilities of another text.
+
+    Args:
+        entries: of the answer, one for each of its tokens after the first.
+        tokens: that were sent, after the first.
+        is_of: whether an entry is of a token; None where it tells nothing.
+
+    Raises:
+        OtherTokens: they are others.
+    """
+    same = [is_of(entry, token) for entry, token in zip(entries, tokens, strict=False)]
+    if not entries or None in same or (len(entries) == len(tokens) and all(same)):
+        return
+    raise OtherTokens(
+        f"it was asked about {len(tokens) + 1} token ids and answers about {len(entries) + 1}, "
+        f"{sum(map(bool, same))} of them the same behind the first, as where their text was made into tokens again"
+    )
 
 
 def _completion(tokens: tuple[str, list[Any]], logps: tuple[str, list[Any]]) -> Answer:

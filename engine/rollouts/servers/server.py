@@ -18,7 +18,16 @@ from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import is_integer
-from engine.rollouts.servers.dialects import Answer, Call, Question, SamplingSettings, WrongValue, dialect_of
+from engine.rollouts.servers.dialects import (
+    Answer,
+    Call,
+    Echo,
+    OtherTokens,
+    Question,
+    SamplingSettings,
+    WrongValue,
+    dialect_of,
+)
 from engine.rollouts.servers.http import SMALL_ANSWER, CallRefused, HttpServer
 from engine.sentences import listed
 
@@ -30,6 +39,8 @@ _UNKNOWN_ADAPTER = "rankfold-looks"
 """An adapter that no server has."""
 _LIST_BYTES = 1 << 20
 """Maximum bytes of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
+_PASS_IDS = "let token ids reach it as they are, without a program between that works on texts"
+"""Advice where a server works with other tokens than it was sent."""
 _TOKEN_BYTES = 16
 """Maximum bytes of a token in a list of ids."""
 
@@ -50,12 +61,15 @@ class Shown(NamedTuple):
         length: of prompt and completion together.
         text, tokens: a text, and its tokens.
         prompt: tokens of a prompt.
+        unusual: tokens whose text has others, so that they show whether it is made into tokens again; empty where
+            there are none.
     """
 
     length: int
     text: str
     tokens: Sequence[int]
     prompt: Sequence[int]
+    unusual: Sequence[int] = ()
 
 
 _Made = TypeVar("_Made")
@@ -121,7 +135,8 @@ class CompletionServer:
         """
         self._require_model(shown.length)
         notes = self._compare_tokens(shown.text, shown.tokens)
-        self._sample_one(Question(tuple(shown.prompt), 0), settings)
+        for ids in filter(None, (shown.prompt, shown.unusual)):
+            self._sample_one(Question(tuple(ids), 0), settings)
         self._require_scale(shown.prompt)
         self._require_adapters()
         return notes
@@ -201,7 +216,7 @@ class CompletionServer:
         """Refuses a server that does not sample as the run asks it to, which shows before any adapter is there."""
         try:
             one = replace(settings, max_tokens=1)
-            self._completion(self._dialect.sample_base(self.model, question, one), one)
+            self._completion(self._dialect.sample_base(self.model, question, one), question, one)
         except CallRefused as refusal:
             raise UserError(f"{refusal}: change the option that it names, or serve the model of model.path.") from None
 
@@ -284,8 +299,8 @@ class CompletionServer:
                 self._tell(call)
         except CallRefused as refusal:
             raise UserError(
-                f"the server did not load the adapter in {folder} ({refusal}): it reads that folder itself, so it "
-                f"must see it under this path (rollout.adapter_dir); {self._dialect.how_to_load}."
+                f"{self._http.url} did not load the adapter in {folder} ({refusal}): it reads that folder itself, so "
+                f"it must see it under this path (rollout.adapter_dir); {self._dialect.how_to_load}."
             ) from None
 
     def unload(self, adapter: str) -> None:
@@ -312,25 +327,34 @@ class CompletionServer:
         """
         return Asked([self._pool.submit(self._sampled, adapter, one, settings) for one in questions])
 
-    def ask_logps(self, adapter: str, rows: Sequence[Sequence[int]]) -> Asked[list[float] | None]:
+    def ask_logps(self, adapter: str | None, rows: Sequence[Sequence[int]]) -> Asked[list[float] | None]:
         """Begins to ask for the log-probabilities of the tokens of some texts after their first, at temperature 1; None
         where the server does not give them.
 
         Args:
-            adapter: loaded under this name.
+            adapter: loaded under this name; None for the model without.
             rows: token ids.
         """
         return Asked([self._pool.submit(self._logps, adapter, ids) for ids in rows])
 
-    def _logps(self, adapter: str, ids: Sequence[int]) -> list[float] | None:
+    def _logps(self, adapter: str | None, ids: Sequence[int]) -> list[float] | None:
+        """See `ask_logps`.
+
+        Raises:
+            UserError: the answer is another adapter's, or about other tokens.
+        """
         try:
-            answer = self._post(self._dialect.score("", ids, adapter))
+            answer = self._post(self._dialect.score(self.model if adapter is None else "", ids, adapter))
         except CallRefused:
             return None
         try:
-            return self._dialect.scored(answer, ids)
+            found = self._dialect.scored(answer, ids)
+        except OtherTokens as error:
+            raise UserError(f"{self._http.url} cannot be sampled from: {error}: {_PASS_IDS}.") from None
         except UserError:
             return None
+        self._require_model_of(Echo(answer.get("model")), adapter)
+        return found
 
     def close(self) -> None:
         """Ends the calls under way."""
@@ -339,22 +363,43 @@ class CompletionServer:
 
     def _sampled(self, adapter: str, question: Question, settings: SamplingSettings) -> Answer:
         try:
-            return self._completion(self._dialect.sample(adapter, question, settings), settings)
+            return self._completion(self._dialect.sample(adapter, question, settings), question, settings, adapter)
         except CallRefused as refusal:
             advice = "see its log"
             if refusal.status == HTTPStatus.NOT_FOUND:
                 advice = "where the server was started again, start the run again, which loads its adapter"
             raise UserError(f"{refusal}: {advice}.") from None
 
-    def _completion(self, call: Call, settings: SamplingSettings) -> Answer:
+    def _completion(
+        self, call: Call, question: Question, settings: SamplingSettings, adapter: str | None = None
+    ) -> Answer:
         answer = self._post(call)
         try:
             found = self._dialect.completion(answer)
+            echo = self._dialect.echo(answer)
+            _require_question(echo, question.ids)
             self._check(found, settings)
+        except OtherTokens as error:
+            raise UserError(f"{self._http.url} cannot be sampled from: {error}: {_PASS_IDS}.") from None
         except UserError as error:
             told = error.with_value(self._http.described) if isinstance(error, WrongValue) else str(error)
             raise UserError(f"{self._http.url} cannot be sampled from: {told.rstrip('.')}.") from None
+        self._require_model_of(echo, adapter)
         return found
+
+    def _require_model_of(self, echo: Echo, adapter: str | None) -> None:
+        """Refuses an answer of another model than was asked.
+
+        Args:
+            adapter: name of the one that was asked; None for the model without, which may have several names.
+        """
+        if adapter is None or echo.model is None or echo.model == adapter:
+            return
+        raise UserError(
+            f"{self._http.url} was asked for tokens of the adapter {adapter} and answers with those of another model"
+            f"{self._http.repeated(listed([echo.model]) if isinstance(echo.model, str) else 'no name')}: see its log, "
+            "and that nothing in front of it sends requests elsewhere."
+        )
 
     def _check(self, found: Answer, settings: SamplingSettings) -> None:
         """Refuses a completion that cannot be trained on.
@@ -389,6 +434,19 @@ class CompletionServer:
 
     def _tell(self, call: Call) -> None:
         self._http.tell(call.path, call.body)
+
+
+def _require_question(echo: Echo, ids: Sequence[int]) -> None:
+    """Refuses an answer to another question.
+
+    Raises:
+        OtherTokens: other tokens than `ids` were continued.
+    """
+    other = isinstance(echo.prompt, list) and echo.prompt != list(ids)
+    if other or (is_integer(echo.length) and echo.length != len(ids)):
+        raise OtherTokens(
+            f"it was given {len(ids)} token ids and continued others, as where their text was made into tokens again"
+        )
 
 
 def _few(ids: object) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from engine.config.rollout import RolloutOptions
 from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
 from engine.rollouts.servers.server import Asked, CompletionServer, Shown
+
+_Made = TypeVar("_Made")
 
 
 class CompletionServers:
@@ -25,8 +28,7 @@ class CompletionServers:
         self._group = options.num_generations
 
     def check(self, shown: Shown, settings: SamplingSettings) -> list[str]:
-        given = [one.check(shown, settings) for one in self._servers]
-        return [note for notes in given for note in notes]
+        return [note for notes in self._each(lambda one: one.check(shown, settings)) for note in notes]
 
     def unload_all(self, prefix: str) -> None:
         self._each(lambda one: one.unload_all(prefix))
@@ -56,7 +58,7 @@ class CompletionServers:
         server = self._servers[place // self._group % len(self._servers)]
         return server.ask(adapter, [question], settings).result()[0]
 
-    def ask_logps(self, adapter: str, rows: Sequence[Sequence[int]]) -> Asked[list[float] | None]:
+    def ask_logps(self, adapter: str | None, rows: Sequence[Sequence[int]]) -> Asked[list[float] | None]:
         """Begins to ask each server for the same log-probabilities; those of the first server come first."""
         return Asked([answer for one in self._servers for answer in one.ask_logps(adapter, rows).answers])
 
@@ -64,10 +66,9 @@ class CompletionServers:
         for one in self._servers:
             one.close()
 
-    def _each(self, call: Callable[[CompletionServer], None]) -> None:
-        """Calls all servers at once, and raises the error of the first of them, in their order."""
+    def _each(self, call: Callable[[CompletionServer], _Made]) -> list[_Made]:
+        """Calls all servers at once; returns the results, or raises the error of the first of them, in their order."""
         with ThreadPoolExecutor(len(self._servers), thread_name_prefix="servers") as pool:
             outcomes = [pool.submit(call, one) for one in self._servers]
             wait(outcomes)
-        for outcome in outcomes:
-            outcome.result()
+        return [outcome.result() for outcome in outcomes]

@@ -59,6 +59,7 @@ DecodeGraph = Literal["auto", "none"]
 """Whether passes that generate a token of each row are CUDA graphs: "auto" where they can be, on a GPU."""
 DECODE_GRAPHS: tuple[DecodeGraph, ...] = get_args(DecodeGraph)
 
+Remainder = Literal["renormalize", "bucket"]
 ServerKind = Literal["vllm", "sglang"]
 """Whose server samples completions."""
 Mismatch = Literal["warn", "correct", "stop"]

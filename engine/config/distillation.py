@@ -1,4 +1,4 @@
-"""Distillation options: teachers whose probabilities completions are compared with."""
+"""Distillation options: teachers whose probabilities completions, or given texts, are compared with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from engine.choices import ServerKind
+from engine.choices import Remainder, ServerKind
 from engine.config.checks import require, require_choices, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 from engine.config.rollout import is_web_address
@@ -18,11 +18,14 @@ BASE = "base"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillationOptions:
-    """Distillation: teachers of the completions that a run samples, where objective.name is grpo.
+    """Distillation: teachers of the completions that a run samples, where objective.name is grpo, or of given texts,
+    where it is distillation.
 
-    Each token gets, beside its completion's advantage, the difference between a teacher's log-probability of it and the
-    model's own, so that the gradient is that of the reverse divergence KL(model || teacher) at the sampled tokens
-    (on-policy distillation, arXiv 2306.13649).
+    With grpo each token gets, beside its completion's advantage, the difference between a teacher's log-probability of
+    it and the model's own, so that the gradient is that of the reverse divergence KL(model || teacher) at the sampled
+    tokens (on-policy distillation, arXiv 2306.13649). With distillation the model's distribution at each target token
+    is compared with the teachers' whole ones, or with the most likely tokens that the records have of one
+    (docs/distillation.md).
 
     Args:
         teachers: Models that teach: folders of Hugging Face checkpoints, of PEFT adapters on model.path, or of runs,
@@ -34,6 +37,13 @@ class DistillationOptions:
             counts each token's own difference alone.
         server_kind: Kind of the servers among them, "vllm" or "sglang".
         server_timeout: Seconds that a call of a server, for one completion, may take with all its attempts.
+        beta: Divergence from the whole distributions of teachers: 0 is KL(teacher || model), 1 is KL(model || teacher),
+            and between lies the generalised Jensen-Shannon divergence. For objective.name distillation, as the options
+            below.
+        temperature: Divisor of the logits of model and teachers in the divergence.
+        label_share: Share of the usual next-token loss in the loss, from 0 to 1; the divergence has the rest.
+        remainder: All but a teacher's most likely tokens, where records have these: "renormalize" leaves it out and
+            scales the tokens' probabilities to a sum of 1, "bucket" counts it as one more token.
     """
 
     teachers: tuple[str, ...] = option((), REPORTED)
@@ -41,10 +51,21 @@ class DistillationOptions:
     discount: float = option(0.0, REPORTED)
     server_kind: ServerKind = option("vllm", IGNORED)
     server_timeout: float = option(600.0, IGNORED)
+    beta: float = option(0.0, REPORTED)
+    temperature: float = option(1.0, REPORTED)
+    label_share: float = option(0.0, REPORTED)
+    remainder: Remainder = option("renormalize", REPORTED)
 
     def __post_init__(self) -> None:
         require_choices("distillation", self)
         require_positive("distillation.server_timeout", self.server_timeout, "use for example 600")
+        require_positive("distillation.temperature", self.temperature, "use for example 1.0")
+        for name in ("beta", "label_share"):
+            share = getattr(self, name)
+            require(
+                0 <= share <= 1,
+                f"distillation.{name} is {share}, but a number from 0 to 1 is expected: use for example 0.5.",
+            )
         teachers, weights = self.teachers, self.weights
         require(
             not isinstance(teachers, str) and all(teachers),

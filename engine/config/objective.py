@@ -9,7 +9,7 @@ from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardA
 from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, changed, option
 
-Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "reward", "grpo"]
+Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "reward", "grpo", "distillation"]
 Reference = Literal["base", "initial"]
 SEQUENCE_RATIOS = ("gspo", "luspo")
 """Losses that are defined with one importance ratio for each completion."""
@@ -99,8 +99,16 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
         rules="engine.rollouts.rules:check_rollouts",
         samples=True,
         predictor="engine.rollouts.planned_rollouts:predict_rollout",
-        companions="engine.rollouts.teachers.model:companions",
+        companions="engine.distillation.teacher_model:companions",
         sections=("rollout", "distillation"),
+    ),
+    "distillation": ObjectiveKind(
+        loss="engine.distillation.objective:build_distillation",
+        data="engine.distillation.run_data:read_taught",
+        records="engine.distillation.records:TaughtReader",
+        rules="engine.distillation.rules:check_distillation",
+        companions="engine.distillation.teacher_model:companions",
+        sections=("distillation",),
     ),
 }
 
@@ -115,7 +123,8 @@ class ObjectiveOptions:
             (2305.10425), and without a reference "orpo" (2403.07691) and "simpo" (2405.14734). "kto" (2402.01306)
             learns from single answers, each with a label that says whether it was liked. "reward" trains a reward
             model on such pairs, which scores answers (docs/reward-models.md). "grpo" (2402.03300) samples completions
-            of prompts and learns from their rewards.
+            of prompts and learns from their rewards. "distillation" learns a teacher's distributions at the target
+            tokens (docs/distillation.md).
         beta: How strongly the preference counts against staying near the reference; for orpo the weight of the odds
             ratio, for grpo that of the divergence from the reference, which is not computed where it is 0. null is 0
             for grpo and 0.1 for the others.

@@ -295,12 +295,12 @@ def check_objective(config: RunConfig) -> None:
     objective = config.objective
     if objective.kind.rules is not None:
         resolve(objective.kind.rules)(config)
-    for section in ("rollout", "distillation"):
+    for section, owners in (("rollout", "grpo"), ("distillation", "distillation, or to grpo with rollouts")):
         for field in changed(getattr(config, section)):
             require(
                 section in objective.kind.sections,
-                f"{section}.{field.name} is set and objective.name is {objective.name}, which samples nothing: remove "
-                "it, or set objective.name to grpo.",
+                f"{section}.{field.name} is set and objective.name is {objective.name}, to which it does not belong: "
+                f"remove it, or set objective.name to {owners}.",
             )
 
 

@@ -19,6 +19,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.head_figures import TokenFigures
 from engine.ops.attention.token_context import TokenContext
+from engine.ops.block_loss import BlockLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +39,17 @@ class Judge(Decoder):
     """The model, or a part of it; arguments as of `Decoder`."""
 
     def token_figures(
-        self, x: Tensor, batch: Batch, context: TokenContext, *, temperature: float = 1.0, entropies: bool = False
+        self,
+        x: Tensor,
+        batch: Batch,
+        context: TokenContext,
+        *,
+        temperature: float = 1.0,
+        entropies: bool = False,
+        block_loss: BlockLoss | None = None,
     ) -> TokenFigures:
         """Returns each token's score, fp32 [T], in the place of its loss; equal on all tensor-parallel ranks."""
-        assert temperature == 1.0 and not entropies, "options of a distribution over tokens"
+        assert temperature == 1.0 and not entropies and block_loss is None, "options of a distribution over tokens"
         return TokenFigures(self._units[-1].run(lambda x: self._scores(x, context), x))
 
     def _scores(self, x: Tensor, context: TokenContext) -> Tensor:

@@ -39,6 +39,7 @@ from engine.models.front_module import Carried, FrontModule
 from engine.models.head_figures import SeveralLabels, TokenFigures, head_figures, is_read_in_backward, scaled_logits
 from engine.models.ropes import Rope
 from engine.ops.attention.token_context import AdapterChoice, ContextPart, PaddingTokens, TokenContext
+from engine.ops.block_loss import BlockLoss
 from engine.ops.capped_loss import capped_loss
 from engine.ops.rope import inverse_frequencies, yarn_frequencies
 from engine.seams import resolve
@@ -428,7 +429,14 @@ class Decoder(nn.Module):
         return self.token_figures(x, batch, context).losses_T
 
     def token_figures(
-        self, x: Tensor, batch: Batch, context: TokenContext, *, temperature: float = 1.0, entropies: bool = False
+        self,
+        x: Tensor,
+        batch: Batch,
+        context: TokenContext,
+        *,
+        temperature: float = 1.0,
+        entropies: bool = False,
+        block_loss: BlockLoss | None = None,
     ) -> TokenFigures:
         """Returns what an objective is made of; see `engine.models.head_figures`."""
         found: list[TokenFigures] = []
@@ -447,6 +455,7 @@ class Decoder(nn.Module):
                     temperature=temperature,
                     entropies=entropies,
                     several=batch.part(SeveralLabels),
+                    block_loss=block_loss,
                 )
             )
             return found[0].losses_T

@@ -14,6 +14,7 @@ from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
+from engine.ops.block_loss import BlockLoss, HeldVocabulary, block_losses, frozen_head_block_losses
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
@@ -37,7 +38,7 @@ class TokenFigures(NamedTuple):
 
     Args:
         losses_T: fp32 negative log-likelihood of each label, differentiable; 0 where there is none. [T, K] where the
-            micro-batch has `SeveralLabels`.
+            micro-batch has `SeveralLabels`, [T, F] of a `BlockLoss`.
         entropies_T: fp32 entropy of the distribution over the vocabulary at each token, without gradient; None where
             it was not asked for.
     """
@@ -84,6 +85,7 @@ def head_figures(
     temperature: float,
     entropies: bool,
     several: SeveralLabels | None = None,
+    block_loss: BlockLoss | None = None,
 ) -> TokenFigures:
     """Returns what an objective is made of.
 
@@ -93,8 +95,9 @@ def head_figures(
         context: of the tokens.
         norm, head, vocab_spec, config: of the model; the head is split over the vocabulary as `vocab_spec` says.
         temperature: logits are divided by it.
-        entropies: whether the entropies are wanted; not together with several labels.
+        entropies: whether the entropies are wanted; not together with several labels or a `block_loss`.
         several: labels in place of `labels_T`.
+        block_loss: a loss in place of that of the labels, at temperature 1.
     """
     operands, divisor, cap = head.operands, config.multipliers.logits_divisor, config.logits_softcap
     if temperature != 1.0 and cap is not None:  # it divides what is capped
@@ -108,7 +111,18 @@ def head_figures(
     num_ids = pieces[0].length if pieces else 0
     entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
     chosen = () if context.choice is None else context.choice.leaves(operands.name)
-    if several is not None:
+    is_fused = not is_read_in_backward(head) and not chosen
+    if block_loss is not None:
+        assert temperature == 1.0 and not entropies and several is None
+        held = HeldVocabulary(first_id=first_id, num_ids=num_ids, axis=operands.axis)
+        if is_fused:
+            losses_T = frozen_head_block_losses(
+                x, source, operands, block_loss, held=held, cap=cap, leaves=source.leaves()
+            )
+        else:
+            logits = head(x, source, context, output_divisor=divisor)
+            losses_T = block_losses(logits, block_loss, gathers=operands.gathers, held=held, cap=cap)
+    elif several is not None:
         assert not entropies
         losses_T = several_label_losses(
             head(x, source, context, output_divisor=divisor),
@@ -120,7 +134,7 @@ def head_figures(
             cap=cap,
             temperature=temperature,
         )
-    elif not is_read_in_backward(head) and not chosen:
+    elif is_fused:
         losses_T = frozen_head_losses(
             x,
             source,

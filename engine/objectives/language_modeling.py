@@ -24,6 +24,7 @@ class LanguageModeling:
     maxima: tuple[str, ...] = ()
     temperature = 1.0
     needs_entropies = False
+    head_loss = None
     loss_at_chance: float | None = None
     compares_with_base = False
     baseline = None

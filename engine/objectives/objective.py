@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.ops.block_loss import BlockLoss
 
 
 class ObjectiveSums(NamedTuple):
@@ -97,6 +98,12 @@ class Objective(Protocol):
         ...
 
     @property
+    def head_loss(self) -> Callable[[Batch], BlockLoss] | None:
+        """Returns the loss of a micro-batch's distributions, whose figures [T, F] `sums` then takes in place of the
+        negative log-likelihoods; None where it takes these."""
+        ...
+
+    @property
     def shown(self) -> tuple[str, ...]:
         """Names of the reported figures that a progress line shows."""
         ...
@@ -139,7 +146,7 @@ class Objective(Protocol):
         """Returns a micro-batch's sums.
 
         Args:
-            token_losses_T: fp32 [T] negative log-likelihoods.
+            token_losses_T: fp32 [T] negative log-likelihoods; [T, F] where there is a `head_loss`.
             batch: their labels and weights.
             reference: as `reference` gave it for this batch; None where the objective has none, or the batch brings it.
             baseline: as `baseline` gave it for the global batch; None where there is none.

@@ -52,6 +52,8 @@ class Stages:
         balance: AuxiliaryLoss | None = None,
     ) -> None:
         self.balance = balance
+        self.prepare: Callable[[list[Batch]], list[Batch]] | None = None
+        """Adds to the micro-batches of a step or an evaluation before their passes; None adds nothing. Collective."""
         self._stages = dict(sorted(stages.items()))
         self._axis, self._choice = axis or Axis("pp"), choice or ScheduleChoice()
         self._runners: dict[tuple[int, bool], Runner] = {}
@@ -64,7 +66,9 @@ class Stages:
     def rebuilt(self, make: Callable[[ModelStage], Any]) -> Stages:
         """Returns the same schedule over the stages that `make` returns for these ones."""
         stages = {number: make(stage) for number, stage in self._stages.items()}
-        return Stages(stages, self._axis, self._choice, self.balance)
+        rebuilt = Stages(stages, self._axis, self._choice, self.balance)
+        rebuilt.prepare = self.prepare
+        return rebuilt
 
     @property
     def step(self) -> Tensor:
@@ -100,7 +104,7 @@ class Stages:
         Returns:
             fp32 [1 + metrics], this rank's sums of the loss and the objective's metrics: 0 where it has no last stage.
         """
-        moved = self._moved(batches)
+        moved = self._prepared(batches)
         if self.has_baseline:
             self._set_baseline(self._baseline_sums(moved))
         self._compare_with_base(moved)
@@ -117,7 +121,7 @@ class Stages:
     def figures(self, batches: list[Batch]) -> Tensor:
         """Returns the fp32 [1 + metrics] sums of the loss and the objective's metrics without dropout, equal on all
         pipeline ranks."""
-        moved = self._moved(batches)
+        moved = self._prepared(batches)
         self._compare_with_base(moved)
         self._forward(moved, EVALUATION)
         return all_reduce(self._sums(), self._axis)
@@ -173,6 +177,11 @@ class Stages:
         if 0 not in self._stages:
             batches = [batch.without_input() for batch in batches]
         return [batch.to(self.step.device) for batch in batches]
+
+    def _prepared(self, batches: list[Batch]) -> list[Batch]:
+        """Returns the micro-batches on the device, with what `prepare` adds."""
+        moved = self._moved(batches)
+        return moved if self.prepare is None else self.prepare(moved)
 
     @property
     def _last(self) -> ModelStage:

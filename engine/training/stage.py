@@ -182,12 +182,14 @@ class ModelStage:
                 self.references[microbatch] = kind.head(model, out, batch, context)
             elif model.head is not None and kind.head != "nothing":
                 objective = self.objective
+                head_loss = objective.head_loss if kind.head == "loss" else None
                 figures = model.token_figures(
                     out,
                     batch,
                     context,
                     temperature=objective.temperature,
                     entropies=objective.needs_entropies and kind.head == "loss",
+                    block_loss=None if head_loss is None else head_loss(batch),
                 )
                 out = self._loss(microbatch, figures)
             message = None if model.head is not None else model.pack(out, context)

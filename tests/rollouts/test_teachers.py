@@ -19,6 +19,7 @@ from engine.batch import Batch
 from engine.config.distillation import DistillationOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.rollout import RolloutOptions
+from engine.distillation.teacher_model import build_teacher, companions, open_teacher
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.planning.ledger import WEIGHTS
@@ -27,7 +28,6 @@ from engine.rollouts.batch_parts import Completions
 from engine.rollouts.objective.policy import PolicyGradient
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.teachers.differences import divergences, token_advantages
-from engine.rollouts.teachers.model import build_teacher, companions, open_teacher
 from engine.telemetry.log import Log
 from engine.training.generation import storage_bytes
 from tests.support.rollout_runs import final_state, prepared, records, run_here
@@ -211,7 +211,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(kind: str, tmp_path: Path) 
     ids = tokenizer["model"]["vocab"]
     ids["1"], ids["2"] = ids["2"], ids["1"]
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(UserError, match="whose tokenizer makes other tokens of the prompts"), ExitStack() as opened:
+    with pytest.raises(UserError, match="whose tokenizer makes other tokens of the texts"), ExitStack() as opened:
         prepared(settings | {"distillation.teachers": f"[{teacher}]"}, opened)
 
 

@@ -52,6 +52,7 @@ LEVELS = {
     "engine.training": 8,
     "engine.preferences": 10,
     "engine.judges": 11,
+    "engine.distillation": 9,
     "engine.rollouts": 10,
     "engine.tenants": 10,
     "engine.api": 10,

@@ -85,6 +85,7 @@ class Kto:
     maxima: tuple[str, ...] = ()
     temperature = 1.0
     needs_entropies = False
+    head_loss = None
 
     def __init__(self, options: ObjectiveOptions, *, cp: Axis, dp: Axis) -> None:
         self.options, self.compares_with_base = options, options.compared_with == "base"

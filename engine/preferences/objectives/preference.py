@@ -59,6 +59,7 @@ class Preference:
     maxima: tuple[str, ...] = ()
     temperature = 1.0
     needs_entropies = False
+    head_loss = None
     baseline = None
 
     def __init__(self, options: ObjectiveOptions, *, cp: Axis) -> None:

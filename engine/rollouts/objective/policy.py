@@ -148,6 +148,7 @@ class PolicyGradient:
     shown: tuple[str, ...] = ("kl", "entropy", "length")
     loss_at_chance: float | None = None
     baseline = None
+    head_loss = None
 
     def __init__(self, options: ObjectiveOptions, rollout: RolloutOptions, *, cp: Axis, dp: Axis) -> None:
         self.options, self.temperature = options, rollout.temperature

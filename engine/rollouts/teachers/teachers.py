@@ -13,11 +13,11 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.config.distillation import BASE, is_server
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.tokenizer import Tokenizer
+from engine.distillation.teacher_model import build_teacher, check_teacher, open_teacher
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.rollouts.data.prompts import Prompt
-from engine.rollouts.teachers.model import OpenTeacher, build_teacher, open_teacher
 from engine.rollouts.teachers.served import ServedTeacher, TeacherServer
 from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
@@ -97,20 +97,8 @@ def check_teachers(
                 raise UserError(str(told))
             say(f"teacher {name}: a server{'' if note is None else f'; {note}'}")
             continue
-        opened = open_teacher(config, Path(teacher), launch.world_size, Log(rank=1))
-        found = opened.live.config
-        if found.vocab_size < model.decoder.vocab_size:
-            raise UserError(
-                f"distillation.teachers has {teacher}, whose vocabulary has {found.vocab_size} entries, and that of "
-                f"{config.model.path} has {model.decoder.vocab_size}: choose a teacher of the same family."
-            )
-        problem = None
-        if launch.rank == 0:
-            problem = _other_tokens(config, teacher, opened, tokenizer, _texts(tokenizer, prompts))
-        if (told := broadcast_object(problem)) is not None:
-            raise UserError(str(told))
-        note = "" if opened.tokenizer is not None else "; it has no tokenizer that could be compared"
-        say(f"teacher {name}: {found.family}, {found.num_layers} layers of {found.hidden}{note}")
+        texts = _texts(tokenizer, prompts) if launch.rank == 0 else []
+        check_teacher(config, launch, name, teacher, model=model, tokenizer=tokenizer, texts=texts, say=say)
 
 
 def _texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[str]:
@@ -129,19 +117,3 @@ def _server_problem(
         return None, str(error)
     finally:
         server.close()
-
-
-def _other_tokens(
-    config: RunConfig, teacher: str, opened: OpenTeacher, tokenizer: Tokenizer, texts: Sequence[str]
-) -> str | None:
-    """Returns a sentence where a teacher's tokenizer makes other tokens of some texts than the run's."""
-    path = opened.tokenizer
-    if path is None or path.resolve() == Path(config.data.tokenizer or config.model.path).resolve():
-        return None
-    own = load_tokenizer(path)
-    if all(list(own.encode(text)) == list(tokenizer.encode(text)) for text in texts):
-        return None
-    return (
-        f"distillation.teachers has {teacher}, whose tokenizer makes other tokens of the prompts than the model's, so "
-        "that its probabilities are of other texts: choose a teacher of the same family."
-    )

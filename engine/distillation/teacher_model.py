@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.model_folder import open_model
+from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.tokenizer_files import holds_tokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
@@ -16,6 +16,8 @@ from engine.config.distillation import BASE, is_server
 from engine.config.hub import instead_of
 from engine.config.run import RunConfig
 from engine.conversion.proof import Live
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.inference.options import ModelChoice
 from engine.layers.context import TrainingPlan
@@ -83,6 +85,59 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
     places = (source.model.path if trained.path is None else trained.path, source.model.path)
     tokenizer = next(filter(holds_tokenizer, places), None)
     return OpenTeacher(config=own, source=source, live=live, tokenizer=tokenizer)
+
+
+def check_teacher(
+    config: RunConfig,
+    launch: Launch,
+    name: str,
+    teacher: str,
+    *,
+    model: ModelFolder,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
+    """Checks that a teacher on the run's devices can judge its tokens. Collective.
+
+    Args:
+        name: in reports.
+        teacher: its folder.
+        model, tokenizer: that are trained.
+        texts: that tokenizers are compared with; on rank 0.
+        say: prints a line on rank 0.
+
+    Raises:
+        UserError: it cannot be opened, does not fit the layout, or has other tokens; on all ranks.
+    """
+    opened = open_teacher(config, Path(teacher), launch.world_size, Log(rank=1))
+    found = opened.live.config
+    if found.vocab_size < model.decoder.vocab_size:
+        raise UserError(
+            f"distillation.teachers has {teacher}, whose vocabulary has {found.vocab_size} entries, and that of "
+            f"{config.model.path} has {model.decoder.vocab_size}: choose a teacher of the same family."
+        )
+    problem = _other_tokens(config, teacher, opened, tokenizer, texts) if launch.rank == 0 else None
+    if (told := broadcast_object(problem)) is not None:
+        raise UserError(str(told))
+    note = "" if opened.tokenizer is not None else "; it has no tokenizer that could be compared"
+    say(f"teacher {name}: {found.family}, {found.num_layers} layers of {found.hidden}{note}")
+
+
+def _other_tokens(
+    config: RunConfig, teacher: str, opened: OpenTeacher, tokenizer: Tokenizer, texts: Sequence[str]
+) -> str | None:
+    """Returns a sentence where a teacher's tokenizer makes other tokens of some texts than the run's."""
+    path = opened.tokenizer
+    if path is None or path.resolve() == Path(config.data.tokenizer or config.model.path).resolve():
+        return None
+    own = load_tokenizer(path)
+    if all(list(own.encode(text)) == list(tokenizer.encode(text)) for text in texts):
+        return None
+    return (
+        f"distillation.teachers has {teacher}, whose tokenizer makes other tokens of the texts than the model's, so "
+        "that its probabilities are of other texts: choose a teacher of the same family."
+    )
 
 
 def companions(config: RunConfig) -> Iterator[Companion]:

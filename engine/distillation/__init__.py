@@ -1,0 +1,1 @@
+"""Distillation: losses that compare a model's distributions with a teacher's, at given tokens."""

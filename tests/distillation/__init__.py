@@ -1,0 +1,1 @@
+"""Distillation on given texts: losses, records, teachers and layouts."""

@@ -21,6 +21,7 @@ class EmptyCache:
     """The cache of a pass that keeps nothing, by which it is found what others keep; see `KeyValueCache`."""
 
     starts = None
+    continues = False
 
     def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
         """Keeps nothing."""

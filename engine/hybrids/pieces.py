@@ -198,6 +198,15 @@ class Pieces(ContextPart):
         assert isinstance(found, Pieces)
         return found
 
+    def first_received(self) -> Pieces:
+        """Returns the pieces, of which the first one alone has an initial state."""
+        key = ("first received", 0)
+        if key not in self._made:
+            self._made[key] = replace(self, received=(0,), _made={})
+        found = self._made[key]
+        assert isinstance(found, Pieces)
+        return found
+
     def last_tokens(self, count: int) -> tuple[Tensor, Tensor]:
         """Returns the last tokens of each piece, int64 [P, count], and where there are none, bool: there it is 0."""
         key = ("last", count)

@@ -2,6 +2,7 @@
 
 Each new token attends to the cached ones and to the new ones before it. What is read of the cache is gathered before
 the new tokens are written: layers with a window write over the oldest ones, which the first new tokens still see.
+Layers with states begin with those that the row has, and leave it the new ones.
 
 Legend: T new tokens, L tokens that they see, H query heads, K key/value heads, G query heads of one of them, D head
 size.
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.inference.layer_cache import LayerCache
 from engine.inference.pages import PageTable
+from engine.inference.state_pools import StatePools
 from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
 from engine.ops.kernels import Attention
@@ -49,6 +51,7 @@ class ContinuedPass:
     Args:
         layers: by the names of their attentions.
         tables: capacity -> pages of layers that keep so many tokens of a row; `continue_row` gave this row its pages.
+        states: of layers that carry some; the row's are those after `kept` tokens.
         slot: of the row.
         kept: tokens of it that are in the cache.
         count: new tokens.
@@ -58,11 +61,13 @@ class ContinuedPass:
     """
 
     starts: Mapping[int, int] | None = None
+    continues = True
 
     def __init__(
         self,
         layers: Mapping[str, LayerCache],
         tables: Mapping[int, PageTable],
+        states: StatePools,
         slot: int,
         kept: int,
         count: int,
@@ -73,6 +78,9 @@ class ContinuedPass:
     ) -> None:
         self._layers, self.length, self._device = layers, length, device
         self._kept, self._count, self._fill = kept, count, fill
+        self._states, self._slot = states, slot
+        self._place: tuple[Tensor, Tensor] | None = None
+        """The row among those that the pass leaves states of, and its slot, both int64 [1]."""
         self._columns = {capacity: self._columns_of(table, slot) for capacity, table in tables.items()}
         self._earlier: dict[str, tuple[Tensor, Tensor]] = {}
         """The earlier keys and values of a layer whose window they leave: layers that share a cache read them again."""
@@ -86,12 +94,15 @@ class ContinuedPass:
         return None
 
     def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
-        """Is not called: rows of such layers are not continued."""
-        raise AssertionError(f"{layer} keeps more of a row than keys and values")
+        """See `KeyValueCache`; states of tokens that only fill up the pass may follow."""
+        if self._place is None:
+            row, slot = sent(torch.tensor([[0], [self._slot]], dtype=torch.int64), self._device)
+            self._place = row, slot
+        self._states.put(layer, states, *self._place)
 
     def states(self, layer: str) -> tuple[Tensor, ...] | None:
-        """Returns None: rows of layers that keep states are not continued."""
-        return None
+        """See `KeyValueCache`."""
+        return self._states.of_slot(layer, self._slot)
 
     def _columns_of(self, table: PageTable, slot: int) -> _Columns:
         earlier = np.arange(max(0, self._kept - table.capacity), self._kept)

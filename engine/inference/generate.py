@@ -4,7 +4,7 @@ A row that ends gives its slot to the next prompt at once, and the last row move
 that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding; a
 prompt that several rows continue is run once, and its pages and logits are kept while there are slots for only some
 of the rows. Every rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever
-sent.
+sent. Rows of conversations leave their slots between turns and stay in the cache (`engine.inference.waiting_rows`).
 
 On a GPU the next pass is launched before the tokens of the last one are read, so that the device never waits for the
 host to decide. A row that ends by its length has no further pass. One that a stop token or text ends is found one pass
@@ -33,6 +33,7 @@ from engine.inference.options import Limits
 from engine.inference.prompt_coordinates import PromptCoordinates, text_coordinates
 from engine.inference.rows import Answer, Request, Row
 from engine.inference.text import TextStream, TokenDecoder, push_all
+from engine.inference.waiting_rows import WaitingRows
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
 from engine.seams import resolve
@@ -60,6 +61,10 @@ class Further(Protocol):
         Args:
             wait: for a while, as there is nothing else to do.
         """
+        ...
+
+    def ended(self) -> list[int]:
+        """Returns the numbers of the rows of which it is now known that no prompt follows; asked after `arrived`."""
         ...
 
 
@@ -175,6 +180,10 @@ class Generator:
         self._keeps_row = keeps_row
         self._last_row: Row | None = None
         """The row that is kept."""
+        self._conversations: WaitingRows | None = None
+        """The conversations under way, where their rows wait in the cache."""
+        self.recomputes_turns = False
+        """Whether further turns computed all of their tokens anew because of what layers keep of a row."""
 
     def run(
         self,
@@ -192,7 +201,8 @@ class Generator:
             on_text: called with text as it comes.
             on_answer: called when a row has ended.
             interrupted: asked before each pass, on every rank with the same result: whether all rows end as they are.
-            further: prompts that come while others are continued; takes all answers.
+            further: prompts that come while others are continued; takes all answers. A prompt with the number of an
+                earlier one is the next turn of its conversation.
 
         Returns:
             The answers in the order of `requests`; without those of prompts that had not begun when it was interrupted.
@@ -220,7 +230,10 @@ class Generator:
         """Does as `run`, and yields after each pass, of which every rank takes as many; see there."""
         waiting, rows, answers = deque(requests), list[Row](), dict[int, Answer]()
         unread = deque[_Pass]()
-        self._asked = None
+        self._asked, ahead = None, self._ahead
+        if further is not None and self.stage.cache.conversations:
+            # a row's window has lost no token that the next turn needs after one further pass, but after two it may
+            self._conversations, ahead = WaitingRows(self.stage), min(ahead, 1)
 
         def launched(new: _Pass) -> None:
             """Frees the slots of rows that have all their tokens, and reads passes that were launched before."""
@@ -228,7 +241,7 @@ class Generator:
                 row.launched += 1
             self._close_gaps(rows)
             unread.append(new)
-            while len(unread) > self._ahead:
+            while len(unread) > ahead:
                 read()
 
         def end(ended: Sequence[Row]) -> None:
@@ -243,15 +256,26 @@ class Generator:
         def read() -> None:
             end(self._read(unread.popleft(), on_text))
 
+        def start_more() -> None:
+            """Starts further rows of a prompt without a pass, so that ranks in step run as many as before."""
+            while more := self._next_of_shared(waiting, len(rows)):
+                chosen = self.stage.start(len(rows), [one.row for one in more])
+                new = [self._row(request, len(request.ids)) for request in more]
+                rows.extend(new)
+                if not self._continues_shared(waiting):
+                    self._shared = None
+                    self.stage.end_waiting()
+                launched(_Pass(new, chosen))
+
         while True:
-            while further is not None and unread and not (waiting or rows):
+            while further is not None and unread and not self._can_run(waiting, rows):
                 read()  # the answers may lead to other prompts
             waits = further is not None and further.pending
-            state = self._state(_BUSY if waiting or rows else _WAITS if waits else _DONE)
+            state = self._state(_BUSY if self._can_run(waiting, rows) else _WAITS if waits else _DONE)
             if state == _DONE:
                 break
             if further is not None and waits:
-                waiting.extend(further.arrived(wait=state == _WAITS))
+                waiting.extend(self._arrived(further, wait=state == _WAITS))
             if state == _WAITS:
                 continue
             if interrupted is not None and interrupted():
@@ -259,31 +283,39 @@ class Generator:
                     read()
                 end([self._interrupted(row, on_text) for row in rows])
                 break
-            if not waiting and not rows:
+            start_more()  # places that conversations left
+            if not self._can_run(waiting, rows):
                 self.stage.idle()
                 continue
-            if self._last_row is not None and (continued := self._continued(waiting[0])) is not None:
-                waiting.popleft()
-                rows += continued.rows
+            if (continued := self._continued(waiting, rows)) is not None:
                 launched(continued)
-                yield
-                continue
-            starting = self._next_prompts(waiting, len(rows))
-            launched(self._prefill(starting, rows) if starting else self._decode(rows))
-            # further rows of a prompt start without a pass, so that ranks in step run as many as before
-            while more := self._next_of_shared(waiting, len(rows)):
-                chosen = self.stage.start(len(rows), [one.row for one in more])
-                new = [self._row(request, len(request.ids)) for request in more]
-                rows += new
-                if not self._continues_shared(waiting):
-                    self._shared = None
-                    self.stage.end_waiting()
-                launched(_Pass(new, chosen))
+            else:
+                starting = self._next_prompts(waiting, len(rows))
+                shares = self._shared is not None
+                launched(self._prefill(starting, rows, waits=shares) if starting else self._decode(rows))
+            start_more()
             yield
         while unread:
             read()
         self.stage.finish()
+        if self._conversations is not None:
+            self.recomputes_turns, self._conversations = self._conversations.recomputed, None
         return [answers[request.row] for request in requests if request.row in answers]
+
+    def _can_run(self, waiting: deque[Request], rows: list[Row]) -> bool:
+        """Returns whether there is a pass to run for this rank's rows."""
+        if rows or self._conversations is None:
+            return bool(waiting or rows)
+        return self._conversations.is_ready or (bool(waiting) and self._conversations.room > 0)
+
+    def _arrived(self, further: Further, *, wait: bool) -> list[Request]:
+        """Returns the first prompts of conversations that have come."""
+        requests = further.arrived(wait=wait)
+        ended = further.ended()
+        if self._conversations is None:
+            return requests
+        self._conversations.end(ended)
+        return self._conversations.sorted(requests)
 
     def _read(self, one: _Pass, on_text: Callable[[Request, str], None] | None) -> list[Row]:
         """Takes the tokens of a pass; returns the rows that they end."""
@@ -331,7 +363,7 @@ class Generator:
             count = min(members, self.limits.slots - running, self._room(prompt, waits=False))
             if count == 0:
                 break
-            starting.append([waiting.popleft() for _ in range(count)])
+            starting.append(self._begun(waiting, count))
             slots = range(running, running + count)
             self.stage.cache.begin(slots, len(prompt.ids), self._most(prompt), waits=count < members)
             running += count
@@ -351,7 +383,14 @@ class Generator:
         if count:
             slots = range(running, running + count)
             self.stage.cache.begin_more(slots, len(self._shared.ids), self._most(self._shared))
-        return [waiting.popleft() for _ in range(count)]
+        return self._begun(waiting, count)
+
+    def _begun(self, waiting: deque[Request], count: int) -> list[Request]:
+        """Takes the next prompts."""
+        begun = [waiting.popleft() for _ in range(count)]
+        for request in begun if self._conversations is not None else ():
+            self._conversations.begin(request)
+        return begun
 
     def _continues_shared(self, waiting: deque[Request]) -> bool:
         return bool(waiting) and self._shared is not None and _continue_one(waiting[0], self._shared)
@@ -365,7 +404,8 @@ class Generator:
         return sum(1 for _ in takewhile(lambda one: _continue_one(one, first) and not one.images, waiting))
 
     def _room(self, prompt: Request, *, waits: bool) -> int:
-        return self.stage.cache.room(len(prompt.ids), self._most(prompt), waits=waits)
+        room = self.stage.cache.room(len(prompt.ids), self._most(prompt), waits=waits)
+        return room if self._conversations is None else min(room, self._conversations.room)
 
     def _most(self, prompt: Request) -> int:
         """Returns the most tokens that follow a prompt."""
@@ -379,8 +419,12 @@ class Generator:
         found: PromptCoordinates = resolve("engine.vision.inference:prompt_coordinates")(self._family, ids, images)
         return found
 
-    def _prefill(self, starting: list[list[Request]], rows: list[Row]) -> _Pass:
-        """Runs prompts; their rows are the last of `rows`."""
+    def _prefill(self, starting: list[list[Request]], rows: list[Row], *, waits: bool) -> _Pass:
+        """Runs prompts; their rows are the last of `rows`.
+
+        Args:
+            waits: the last prompt waits for further rows.
+        """
         prompts = [members[0] for members in starting]
         began = self.stage.now()
         # ranks that encode nothing read images too, so that a broken one ends all of them
@@ -390,7 +434,7 @@ class Generator:
             coordinates,
             len(rows),
             [[request.row for request in members] for members in starting],
-            waits=self._shared is not None,
+            waits=waits,
         )
         self.speed.prefill_seconds += self.stage.now() - began
         self.speed.prefill_tokens += sum(len(request.ids) for request in prompts)
@@ -450,14 +494,16 @@ class Generator:
             if self._leaves(rows[-1]):
                 self._leave(rows.pop(), len(rows))
             elif self._leaves(rows[slot]):
-                self.stage.free(slot)
+                self._leave(rows[slot], slot)
                 rows[slot] = rows.pop()
                 self.stage.move(len(rows), slot)
             else:
                 slot += 1
 
     def _leave(self, row: Row, slot: int) -> None:
-        if self._keeps_row:
+        if self._conversations is not None:
+            self._conversations.keep(row, slot)
+        elif self._keeps_row:
             self._last_row = row
         else:
             self.stage.free(slot)
@@ -472,26 +518,48 @@ class Generator:
         ids = (*prompt, *row.ids)[:length]
         return KeptRow(ids=ids, length=length, images=images, behind=len(prompt) - row.next_position)
 
-    def _continued(self, request: Request) -> _Pass | None:
-        """Runs the tokens of a prompt that the kept row does not begin with; None, with a free slot, where there is
-        nothing to continue."""
-        kept = self._kept_row()
-        if kept is None:
+    def _continued(self, waiting: deque[Request], rows: list[Row]) -> _Pass | None:
+        """Runs the next turn of a row that is in the cache, which becomes the last of `rows`; None where there is none
+        to run, or no slot."""
+        if self._conversations is not None:
+            found = None if len(rows) == self.limits.slots else self._conversations.next(len(rows))
+            return None if found is None else self._turn(*found, rows)
+        if (kept := self._kept_row()) is None:
             return None
+        request = waiting[0]
         common = kept.common(request.ids, request.images)
-        if common == 0 or not self.stage.cache.can_continue(0, kept.length, common):
+        behind = self.stage.carries_states and common < kept.length
+        if common == 0 or behind or not self.stage.cache.can_continue(0, kept.length, common):
             self.stage.free(0)
             return None
+        return self._continue_row(waiting.popleft(), common, kept.behind, rows)
+
+    def _turn(self, request: Request, count: int, rows: list[Row]) -> _Pass:
+        """Runs a turn by itself.
+
+        Args:
+            count: of its first tokens, which are in the cache.
+        """
+        if count:
+            return self._continue_row(request, count, 0, rows)
+        self.stage.cache.begin([len(rows)], len(request.ids), self._most(request), waits=False)
+        return self._prefill([[request]], rows, waits=False)
+
+    def _continue_row(self, request: Request, count: int, behind: int, rows: list[Row]) -> _Pass:
+        """Runs the tokens of a prompt behind the first `count`, which the free slot behind `rows` has in the cache."""
         began, length = self.stage.now(), len(request.ids)
-        chosen = self.stage.continue_row(
-            request.ids, common, range(common - kept.behind, length - kept.behind), request.row
-        )
+        positions = range(count - behind, length - behind)
+        chosen = self.stage.continue_row(len(rows), request.ids, count, positions, request.row)
         self.speed.prefill_seconds += self.stage.now() - began
-        self.speed.prefill_tokens += length - common
-        return _Pass([self._row(request, length - kept.behind)], chosen)
+        self.speed.prefill_tokens += length - count
+        rows.append(self._row(request, length - behind))
+        return _Pass(rows[-1:], chosen)
 
     def _leaves(self, row: Row) -> bool:
-        return row.ending is not None or row.launched == self._most(row.request)
+        most = self._most(row.request)
+        if self._conversations is not None:
+            return self._conversations.leaves(row, most)
+        return row.ending is not None or row.launched == most
 
 
 def _continue_one(one: Request, other: Request) -> bool:

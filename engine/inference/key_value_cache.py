@@ -47,7 +47,8 @@ def copies_pages(written: np.ndarray) -> bool:
 
 
 class KeyValues:
-    """Keys and values of up to `slots` rows, and of a prompt that waits for more rows to continue it.
+    """Keys and values of up to `slots` rows, of a prompt that waits for more rows to continue it, and of conversations
+    that wait for their next turn.
 
     Args:
         attentions: of the model's layers on this rank.
@@ -55,6 +56,8 @@ class KeyValues:
         slots, length: maximum rows at a time, and their maximum length.
         new: the most tokens that follow a prompt; None for any.
         group: rows that continue one prompt, which is kept once for so many; 1 where none is shared.
+        conversations: that may be under way, in slots or waiting, at least `slots`; 0 where a row ends with its
+            answer.
         device, dtype: of keys and values.
     """
 
@@ -67,13 +70,17 @@ class KeyValues:
         length: int,
         new: int | None = None,
         group: int = 1,
+        conversations: int = 0,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.slots, self.length = slots, length
+        assert conversations == 0 or conversations >= slots, (conversations, slots)
+        self.slots, self.length, self.conversations = slots, length, conversations
         self._new = length if new is None else new
         self._waiting = slots
         """The slot of the prompt that waits."""
+        self.waiting_rows = range(slots + 1, slots + 1 + conversations)
+        """The slots of rows that wait for their next turn."""
         self.layers: dict[str, LayerCache] = {}
         self._tables: dict[int, PageTable] = {}
         self.gathered: str | None = None
@@ -87,6 +94,7 @@ class KeyValues:
                     prompt=length - (0 if new is None else new),
                     new=self._new,
                     group=group,
+                    conversations=conversations,
                 )
             table = self._tables[capacity]
             shape = (table.num_pages * PAGE, attention.num_kv_heads, attention.head_dim)
@@ -103,8 +111,8 @@ class KeyValues:
             self.layers[attention.name] = LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
         self._beside: dict[str, dict[int, tuple[Tensor, ...]]] = {}
-        self._states = StatePools(slots + 1)
-        """Of layers that carry states; the waiting prompt's come last."""
+        self._states = StatePools(slots + 1 + conversations)
+        """Of layers that carry states; the waiting prompt's come behind those of the rows."""
         self._sharing: dict[int, list[int]] = {}
         """The slot that runs a prompt -> the others that continue it."""
 
@@ -170,8 +178,9 @@ class KeyValues:
 
     def can_continue(self, slot: int, length: int, kept: int) -> bool:
         """Returns whether new tokens may follow the first `kept` ones of a row of `length` tokens: of layers with a
-        window the last tokens alone are here, and states are those of the whole row."""
-        if self._states.num_bytes or any(slot in beside for beside in self._beside.values()):
+        window the last tokens alone are here. Where layers have states, which are those of the whole row, `kept` is
+        `length`."""
+        if any(slot in beside for beside in self._beside.values()):
             return False
         return kept == length or all(length <= table.capacity for table in self._tables.values())
 
@@ -179,9 +188,19 @@ class KeyValues:
         """Returns the pass of `count` new tokens that follow the first `kept` ones of a row; `fill` tokens follow that
         are not read."""
         for table in self._tables.values():
-            table.continue_row(slot, kept + count)
+            if pairs := table.continue_row(slot, kept, kept + count):
+                sources, targets = self._on_device(np.array(pairs, dtype=np.int64).T.copy())
+                self._copy(table, sources, targets)
         return ContinuedPass(
-            self.layers, self._tables, slot, kept, count, fill=fill, length=self.length, device=self._device
+            self.layers,
+            self._tables,
+            self._states,
+            slot,
+            kept,
+            count,
+            fill=fill,
+            length=self.length,
+            device=self._device,
         )
 
     def free(self, slot: int) -> None:
@@ -256,12 +275,15 @@ class KeyValues:
         Args:
             written: int64 [tables, 5, N], what `write` returned, on the device.
         """
-        pages = {id(table): of_table for table, of_table in zip(self._tables.values(), written, strict=True)}
+        for table, of_table in zip(self._tables.values(), written, strict=True):
+            self._copy(table, of_table[_SOURCES], of_table[_TARGETS])
+
+    def _copy(self, table: PageTable, sources: Tensor, targets: Tensor) -> None:
+        """Copies pages, int64, of all layers whose pages are those of a table."""
         for layer in self.layers.values():
-            of_table = pages[id(layer.table)]
-            for pool in (layer.keys, layer.values):
-                by_page = pool.view(layer.table.num_pages, -1)
-                by_page.index_copy_(0, of_table[_TARGETS], by_page.index_select(0, of_table[_SOURCES]))
+            for pool in (layer.keys, layer.values) if layer.table is table else ():
+                by_page = pool.view(table.num_pages, -1)
+                by_page.index_copy_(0, targets, by_page.index_select(0, sources))
 
     def next_pass(self, written: np.ndarray, on_device: Tensor, num_rows: int) -> NextPass:
         """Returns the pass of one token each of slots 0 to num_rows - 1.
@@ -319,6 +341,8 @@ class _Pass:
     Args:
         cache: of all rows.
     """
+
+    continues = False
 
     def __init__(self, cache: KeyValues) -> None:
         self._cache, self.length = cache, cache.length

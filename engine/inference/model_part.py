@@ -87,6 +87,7 @@ class InferenceStage:
         slots, length: of the cache.
         new: the most tokens that follow a prompt; None for any.
         group: rows that continue one prompt, one after the other, and share its cache; 1 where none do.
+        conversations: whose rows may be in the cache, in slots or waiting for their next turn; 0 where none waits.
         device: of the model.
         synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
         with_logps: keep the log-probability of each chosen token.
@@ -107,6 +108,7 @@ class InferenceStage:
         length: int,
         new: int | None = None,
         group: int = 1,
+        conversations: int = 0,
         device: torch.device,
         synchronise: bool = False,
         with_logps: bool = False,
@@ -130,12 +132,15 @@ class InferenceStage:
             length=length,
             new=new,
             group=group,
+            conversations=conversations,
             device=device,
             dtype=first.dtype,
         )
         if self.cache.gathered is None:
             self.cache.gathered = first.reruns_rows
         self.slots, self.group = slots, group
+        self.carries_states = any(variant.carries_states for variant in self.config.variants)
+        """Whether layers, of this rank or another, have states, which cannot be taken back to an earlier token."""
         self.adapters = True
         """Whether passes compute the adapters; the same for all of an answer."""
         self._waiting: tuple[Tensor, Tensor | None] | None = None
@@ -224,8 +229,8 @@ class InferenceStage:
         return self._choose(logits, *places)
 
     @torch.no_grad()
-    def continue_row(self, ids: Sequence[int], kept: int, positions: Sequence[int], row: int) -> Chosen:
-        """Runs the tokens of a prompt that follow those which the row in slot 0 has in the cache, and chooses the next
+    def continue_row(self, slot: int, ids: Sequence[int], kept: int, positions: Sequence[int], row: int) -> Chosen:
+        """Runs the tokens of a prompt that follow those which the row in a slot has in the cache, and chooses the next
         one.
 
         Args:
@@ -244,11 +249,11 @@ class InferenceStage:
         lengths = (count, fill) if fill else (count,)
         batch = _batch(tokens[None], at[None], lengths)
         batch = batch if 0 in self._parts else batch.without_input()
-        lasts, slot, rows, places = self._to_device([count - 1], [0], [row], [len(ids)])
+        lasts, slots, rows, places = self._to_device([count - 1], [slot], [row], [len(ids)])
         if self._chooser is not None:
-            self._chooser.start_row(0, self._to_device(ids)[0])
-        cache = self.cache.continue_row(0, kept, count, fill=fill)
-        return self._choose(self._logits(batch, cache, lasts), slot, rows, places)
+            self._chooser.start_row(slot, self._to_device(ids)[0])
+        cache = self.cache.continue_row(slot, kept, count, fill=fill)
+        return self._choose(self._logits(batch, cache, lasts), slots, rows, places)
 
     @torch.no_grad()
     def start(self, first_slot: int, rows: Sequence[int]) -> Chosen:

@@ -5,7 +5,8 @@ pools of all layers of one capacity share one. A row keeps the token at position
 place c in page c // PAGE of its table. Rows that continue one prompt share its pages (vLLM, arXiv 2309.06180); a row
 copies a shared page before it writes to it.
 
-A row that starts reserves the pages that it may still need, so that no row ever waits for a page once it runs.
+A row that starts reserves the pages that it may still need, so that no row ever waits for a page once it runs. Rows of
+conversations, which wait between their turns, have the pages of a whole row each.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ class PageTable:
         prompt, new: tokens of the longest prompt, and the most that follow one.
         group: rows that continue one prompt, one after the other; the pool is made for that. Where rows end so
             unevenly that those left are of more prompts, fewer run at a time. 1 where prompts are not shared.
+        conversations: that may be under way, those that wait for their next turn among them; the slots behind the
+            others are theirs. 0 where a row ends with its answer.
     """
 
-    def __init__(self, *, rows: int, capacity: int, prompt: int, new: int, group: int) -> None:
-        self.capacity = capacity
-        self._per_row, self._shares = _pages(capacity), group > 1
-        own = self._per_row
-        if self._shares and prompt + new <= capacity:
-            own = _pages(new) + 1  # the first one has the end of the prompt
-        # as many prompts as while all rows of a group run, and again as many whose other rows have ended
-        prompts = 2 * -(-rows // group) + 1 if self._shares else 0
-        pages = rows * own + prompts * _pages(min(prompt, capacity))
-        self.num_pages, slots = 1 + pages, rows + 1
+    def __init__(self, *, rows: int, capacity: int, prompt: int, new: int, group: int, conversations: int = 0) -> None:
+        self.capacity, self._rows = capacity, rows
+        self._per_row, shares = _pages(capacity), group > 1
+        self._reserves = shares and not conversations
+        if conversations:
+            pages = (conversations + shares) * self._per_row
+        else:
+            own = self._per_row
+            if shares and prompt + new <= capacity:
+                own = _pages(new) + 1  # the first one has the end of the prompt
+            # as many prompts as while all rows of a group run, and again as many whose other rows have ended
+            prompts = 2 * -(-rows // group) + 1 if shares else 0
+            pages = rows * own + prompts * _pages(min(prompt, capacity))
+        self.num_pages, slots = 1 + pages, rows + 1 + conversations
         self.table = np.full((slots, self._per_row), SPARE_PAGE, dtype=np.int32)
         self._counts, self._reserved = [0] * slots, [0] * slots
         self._readers = [0] * self.num_pages
@@ -60,8 +67,8 @@ class PageTable:
             prompt, new: tokens of the prompt, and the most that follow it.
             cached: the prompt has its pages already.
         """
-        if not self._shares:
-            return len(self._counts)  # each slot has its pages
+        if not self._reserves:
+            return len(self._counts)  # each row has its pages
         spare = len(self._free) - sum(self._reserved) - (0 if cached else _pages(min(prompt, self.capacity)))
         if spare < 0:
             return 0
@@ -75,11 +82,16 @@ class PageTable:
         for number in range(_pages(min(prompt, self.capacity))):
             self._append(slot, number)
 
-    def continue_row(self, slot: int, length: int) -> None:
-        """Gives a row, which shares no page, those that it has too few of for so many tokens."""
+    def continue_row(self, slot: int, kept: int, length: int) -> list[tuple[int, int]]:
+        """Makes the pages of a row's positions `kept` to `length` - 1 its own.
+
+        Returns:
+            Pages to copy from, each with the page to copy to.
+        """
         self._note(slot)
-        for number in range(self._counts[slot], _pages(min(length, self.capacity))):
-            self._append(slot, number)
+        written = np.arange(max(kept, length - self.capacity), length)
+        pairs = [self._own(slot, number) for number in np.unique(written % self.capacity // PAGE).tolist()]
+        return [pair for pair in pairs if pair is not None]
 
     def share(self, source: int, target: int) -> None:
         """Gives a free slot the pages of another one, which both read from now on."""
@@ -92,7 +104,7 @@ class PageTable:
 
     def reserve(self, slot: int, prompt: int, new: int) -> None:
         """Keeps pages for the completion of a prompt in this slot."""
-        self._reserved[slot] = self._writes(prompt, new) if self._shares else 0
+        self._reserved[slot] = self._writes(prompt, new) if self._reserves else 0
 
     def write(self, slot: int, position: int) -> tuple[int, int] | None:
         """Makes the page of a row's next position its own.
@@ -100,19 +112,7 @@ class PageTable:
         Returns:
             The page to copy from and the page to copy to; None where there is nothing to copy.
         """
-        number = position % self.capacity // PAGE
-        if number >= self._counts[slot]:
-            self._reserved[slot] = max(0, self._reserved[slot] - 1)
-            self._append(slot, number)
-            return None
-        page = int(self.table[slot, number])
-        if self._readers[page] == 1:
-            return None
-        self._reserved[slot] -= 1
-        self._readers[page] -= 1
-        copy = self._take()
-        self.table[slot, number] = copy
-        return page, copy
+        return self._own(slot, position % self.capacity // PAGE)
 
     def free(self, slot: int) -> None:
         """Ends the row in this slot."""
@@ -147,8 +147,23 @@ class PageTable:
             return self._per_row
         return (prompt + new - 2) // PAGE - prompt // PAGE + 1
 
+    def _own(self, slot: int, number: int) -> tuple[int, int] | None:
+        """Makes a page of a row, or the one behind its last, its own; see `write`."""
+        if number >= self._counts[slot]:
+            self._reserved[slot] = max(0, self._reserved[slot] - 1)
+            self._append(slot, number)
+            return None
+        page = int(self.table[slot, number])
+        if self._readers[page] == 1:
+            return None
+        self._reserved[slot] = max(0, self._reserved[slot] - 1)
+        self._readers[page] -= 1
+        copy = self._take()
+        self.table[slot, number] = copy
+        return page, copy
+
     def _note(self, slot: int) -> None:
-        if slot < len(self.table) - 1:
+        if slot < self._rows:
             self.changed.add(slot)
 
     def _append(self, slot: int, number: int) -> None:

@@ -46,6 +46,11 @@ class StatePools:
         for pool, state in zip(self._pools[layer], states, strict=True):
             pool.index_copy_(0, slots, state.index_select(0, rows))
 
+    def of_slot(self, layer: str, slot: int) -> tuple[Tensor, ...] | None:
+        """Returns the states of a slot, [1, ...] each; None where the layer has put none."""
+        pools = self._pools.get(layer)
+        return None if pools is None else tuple(pool[slot : slot + 1] for pool in pools)
+
     def first(self, layer: str, count: int) -> tuple[Tensor, ...] | None:
         """Returns the states of slots 0 to count - 1, to be updated in place; None where the layer has put none."""
         pools = self._pools.get(layer)

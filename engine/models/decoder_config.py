@@ -192,6 +192,11 @@ class LayerVariant:
         return kind
 
     @property
+    def carries_states(self) -> bool:
+        """Whether layers hand a state from token to token."""
+        return False
+
+    @property
     def packs_rows(self) -> bool:
         """Whether attention computes parts of a row apart, as it does where rows hold several documents."""
         return False

@@ -14,11 +14,13 @@ class CacheSize(NamedTuple):
         length: tokens of the longest row.
         new: the most tokens that follow a prompt; None for any.
         group: rows that continue one prompt.
+        conversations: that may be under way; 0 where completions have one turn.
     """
 
     length: int
     new: int | None
     group: int
+    conversations: int
 
 
 def cache_size(options: RolloutOptions, *, prompt: int, row: int) -> CacheSize:
@@ -31,6 +33,9 @@ def cache_size(options: RolloutOptions, *, prompt: int, row: int) -> CacheSize:
     """
     longest = prompt + options.max_completion_length
     if not options.takes_turns:
-        return CacheSize(longest, options.max_completion_length, options.num_generations)
-    # a turn may continue a row of any length, whose tokens no other row has; an environment may add to a prompt
-    return CacheSize(longest if options.environment is None else row, None, options.slots)
+        return CacheSize(longest, options.max_completion_length, options.num_generations, 0)
+    # an environment may add to a prompt; and what is kept between turns may not depend on when environments answer, so
+    # that there is room for all conversations that have an environment, or whose tools are called, beside full slots
+    length = longest if options.environment is None else row
+    under_way = max(options.slots, options.environment_workers or 0)
+    return CacheSize(length, None, options.num_generations, under_way)

@@ -46,8 +46,8 @@ PREFILL_TOKENS = 4096
 """Of prompts in a pass; see `engine.rollouts.trained_sampler`."""
 
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
-"""The number in the name of a layer's part."""
+_LAYER = re.compile(r"layers\.(\d+)\b")
+"""The number in the name of a layer, or of a part of one."""
 _TURNS = 2
 """Turns of a completion whose model may call tools, where rollout.max_turns does not say; an assumption."""
 LATENCY = 12e-6
@@ -180,9 +180,10 @@ class _LayerMarks:
     def __init__(self, model: Decoder, kinds: Sequence[int], counter: LaunchCounter) -> None:
         self._kinds, self._counter = kinds, counter
         self._marks: list[int] = []
-        for layer in model.layers:
+        layers = [*model.called_layers.values()]
+        for layer in layers:
             layer.register_forward_pre_hook(self._mark)
-        model.layers[-1].register_forward_hook(self._mark)
+        layers[-1].register_forward_hook(self._mark)
 
     def _mark(self, *_: object) -> None:
         self._marks.append(len(self._counter.launches))
@@ -235,6 +236,7 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             length=cache.length,
             new=cache.new,
             group=cache.group,
+            conversations=cache.conversations,
             device=META,
             with_logps=True,
             tokens_multiple=options.slots,
@@ -251,7 +253,8 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             decode = marks.launches()
         found = Counter[int]()
         for name, nbytes in stage.cache.bytes_by_layer().items():
-            found[int(_LAYER.findall(name)[0])] += nbytes
+            layers = _LAYER.findall(name)  # none in what is kept for all of them
+            found[int(layers[0]) if layers else 0] += nbytes
         return _Traced(
             cache=tuple(found[kind] for kind in kinds),
             beside=total(recording.peak(begin, before)) - found.total(),

@@ -19,6 +19,7 @@ from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.inference.rows import Request
+from engine.inference.waiting_rows import RECOMPUTED
 from engine.rollouts.cache_size import cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import Sampled
@@ -61,7 +62,7 @@ class TrainedSampler:
             max_new_tokens=rollout.max_completion_length,
             stop_ids=ends,
             slots=rollout.slots,
-            # prompts of turns come when their environments answer: a pass of each by itself has the same numbers always
+            # prompts come when their environments answer: a pass of each by itself has the same numbers always
             prefill_tokens=4096 if talk is None else 1,
         )
         self._sampling = Sampling(
@@ -144,15 +145,24 @@ class TrainedSampler:
             mine: places of those that this copy of the model samples.
         """
         mesh, members = self._training.mesh, self._rollout.num_generations
+        rows = {place: (generation << _ROW_BITS) + place for place in mine}
         own = None
         if leads(mesh):
-            own = {(generation << _ROW_BITS) + place: Conversation(talk, prompts[place // members]) for place in mine}
-        feed = TurnFeed(own, len(mine), mesh, talk.pool.size)
+            own = {row: Conversation(talk, prompts[place // members]) for place, row in rows.items()}
+        first = list[Request]()
+        if not talk.pool.has_environment:  # which may add to a prompt
+            first = [
+                Request(row=row, ids=prompts[place // members].ids, max_new=talk.longest) for place, row in rows.items()
+            ]
+        feed = TurnFeed(own, len(mine) - len(first), mesh, talk.pool.size)
+        generator = self._generator()
         try:
-            self._generator().run([], further=feed)
+            generator.run(first, further=feed)
             found = feed.sampled()
         finally:
             feed.close()
+        if generator.recomputes_turns:
+            self.notes = (*self.notes, RECOMPUTED)
         of_copies = gather_objects(found, mesh.dp_cp)
         return [one for copy in of_copies for one in cast(list[Sampled], copy)]
 
@@ -172,6 +182,7 @@ class TrainedSampler:
             length=self._cache.length,
             new=self._cache.new,
             group=self._cache.group,
+            conversations=self._cache.conversations,
             device=training.stages.step.device,
             with_logps=True,
             tokens_multiple=self._limits.slots,

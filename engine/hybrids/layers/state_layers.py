@@ -14,6 +14,10 @@ from engine.models.some_layers import SomeLayers
 class StateLayers(SomeLayers):
     """Layers whose mixer carries a state."""
 
+    @property
+    def carries_states(self) -> bool:
+        return True
+
     def context_part(self, batch: Batch) -> Pieces:
         return Pieces.of_batch(batch)
 

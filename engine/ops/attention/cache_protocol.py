@@ -28,6 +28,11 @@ class KeyValueCache(Protocol):
         i."""
         ...
 
+    @property
+    def continues(self) -> bool:
+        """Whether the pass has several new tokens of one row, its first document; the others only fill it up."""
+        ...
+
     def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
         """Keeps a layer's tensors of a row, beside its keys and values, in place of earlier ones; None for none.
 
@@ -39,10 +44,11 @@ class KeyValueCache(Protocol):
         ...
 
     def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
-        """Keeps the states that prompts leave, as those of all rows that continue them.
+        """Keeps the states that prompts leave, as those of all rows that continue them, or those that the new tokens of
+        one row leave it.
 
         Args:
-            states: [P, ...] each, of the pass's prompts first.
+            states: [P, ...] each, of the pass's documents in their order.
         """
         ...
 

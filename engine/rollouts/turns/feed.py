@@ -1,7 +1,8 @@
 """The conversations of one copy of the model while it samples their turns: which of them it can continue.
 
 One of the copy's ranks leads: it has the conversations and the processes of their environments, and tells the others
-which tokens follow. A conversation that waits for its environment has no slot; its next turn computes its tokens anew.
+which tokens follow. A conversation that waits for its environment has no slot; its keys and values stay in the cache
+until it has ended.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class TurnFeed:
 
     Args:
         conversations: by their rows in the run, in their order; None on ranks that do not lead.
-        count: of them.
+        count: of those that begin here; 0 where the first prompts of all are known and given to the generation itself.
         mesh: of the ranks.
         seats: conversations with an environment at a time; the calls of tools at a time where there is none.
     """
@@ -54,12 +55,13 @@ class TurnFeed:
     def __init__(self, conversations: dict[int, Conversation] | None, count: int, mesh: Mesh, seats: int) -> None:
         self._conversations, self._mesh = conversations, mesh
         self._waiting, self._passes = count, 0
+        self._ended: list[int] = []
         self._found: SimpleQueue[_Next] = SimpleQueue()
         self._pools: list[ThreadPoolExecutor] = []
         if conversations is not None:
             # those that begin may wait for a seat, which those under way must not wait behind
             self._pools = [ThreadPoolExecutor(seats, thread_name_prefix=name) for name in ("begin", "turn")]
-            for row in conversations:
+            for row in conversations if count else ():
                 self._submit(0, row, self._begun)
 
     @property
@@ -80,7 +82,12 @@ class TurnFeed:
         found: list[_Next] = self._shared(None if self._conversations is None else self._taken(wait))
         LOG.progressed()
         self._waiting -= len(found)
+        self._ended = [one.row for one in found if one.ids is None]
         return [Request(row=one.row, ids=one.ids, max_new=one.room) for one in found if one.ids is not None]
+
+    def ended(self) -> list[int]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def sampled(self) -> list[Sampled]:
         """Returns all completions of the copy, on all its ranks, when none is pending."""

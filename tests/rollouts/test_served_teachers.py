@@ -71,7 +71,7 @@ def _positive(answer: dict[str, Any]) -> None:
         ({"mangle": _of_others}, "as where their text was made into tokens again"),
         ({"mangle": _positive}, "prompt_logprobs has 0.5 for a log-probability, and numbers up to 0"),
         ({"tokens": [1, 2]}, "has another tokenizer"),
-        ({"listed": {"max_model_len": 32}}, "serves a context of 32 tokens, and data.seq_length 32 and one more"),
+        ({"listed": {"max_model_len": 32}}, "shorter than data.seq_length 32 and one token more, which are 33"),
         ({"key": "other"}, "RANKFOLD_SERVER_KEY"),
     ],
 )

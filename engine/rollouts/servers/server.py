@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import is_integer
+from engine.rollouts.servers.client import SAMPLER, ServerClient
 from engine.rollouts.servers.dialects import (
     Answer,
     Call,
@@ -26,9 +27,8 @@ from engine.rollouts.servers.dialects import (
     Question,
     SamplingSettings,
     WrongValue,
-    dialect_of,
 )
-from engine.rollouts.servers.http import SMALL_ANSWER, CallRefused, HttpServer
+from engine.rollouts.servers.http import CallRefused
 from engine.sentences import listed
 
 _HOT = 2.0
@@ -37,21 +37,9 @@ _HALVED = 0.75
 """The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
 _UNKNOWN_ADAPTER = "rankfold-looks"
 """An adapter that no server has."""
-_LIST_BYTES = 1 << 20
-"""Maximum bytes of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
+
 _PASS_IDS = "let token ids reach it as they are, without a program between that works on texts"
 """Advice where a server works with other tokens than it was sent."""
-_TOKEN_BYTES = 16
-"""Maximum bytes of a token in a list of ids."""
-
-
-_CARD_FIELDS: tuple[tuple[str, Any, str], ...] = (
-    ("id", str, "a text"),
-    ("owned_by", str | None, "a text"),
-    ("parent", str | None, "a text or null"),
-    ("max_model_len", int | None, "an integer"),
-)
-"""The fields that are read of a model in the list: the name, its kind in Python, and in words."""
 
 
 class Shown(NamedTuple):
@@ -113,8 +101,8 @@ class CompletionServer:
 
     def __init__(self, url: str, options: RolloutOptions, *, vocabulary: int, key: str | None = None) -> None:
         self._options, self._vocabulary = options, vocabulary
-        self._dialect = dialect_of(options.server_kind)
-        self._http = HttpServer(url, timeout=options.server_timeout, key=key)
+        self._client = ServerClient(url, options.server_kind, SAMPLER, timeout=options.server_timeout, key=key)
+        self._dialect, self._http = self._client.dialect, self._client.http
         self._pool = ThreadPoolExecutor(options.slots, thread_name_prefix="rollout")
         self._model: str | None = None
 
@@ -134,7 +122,7 @@ class CompletionServer:
             UserError: it cannot.
         """
         self._require_model(shown.length)
-        notes = self._compare_tokens(shown.text, shown.tokens)
+        notes = self._client.compare_tokens(self.model, shown.text, shown.tokens)
         for ids in filter(None, (shown.prompt, shown.unusual)):
             self._sample_one(Question(tuple(ids), 0), settings)
         self._require_scale(shown.prompt)
@@ -153,64 +141,9 @@ class CompletionServer:
         assert self._model is not None
         return self._model
 
-    def _cards(self) -> dict[str, dict[str, Any]]:
-        """Returns the server's records of its models and adapters, by name."""
-        answer = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
-        cards = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
-            raise UserError(
-                f"{self._http.url}/v1/models lists no models: give the address of a {self._dialect.name} server."
-            )
-        for card in cards:
-            for name, kind, expected in _CARD_FIELDS:
-                if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
-                    given = self._http.described(card[name])
-                    raise UserError(
-                        f"{self._http.url}/v1/models gives {given} as {name} of a model, and {expected} is expected: "
-                        f"give the address of a {self._dialect.name} server."
-                    )
-        return {card["id"]: card for card in cards}
-
     def _require_model(self, length: int) -> None:
-        url, options = self._http.url, self._options
-        bases = {name: card for name, card in self._cards().items() if not card.get("parent")}
-        owners = {card.get("owned_by") for card in bases.values()} & {"vllm", "sglang"}
-        if owners and self._dialect.owner not in owners:
-            raise UserError(
-                f"rollout.server_kind is {options.server_kind}, and {url} says that it is {owners.pop()}: change "
-                "rollout.server_kind."
-            )
-        name = options.server_model
-        if name is None and len(bases) == 1:
-            (name,) = bases
-        if name not in bases:
-            asked = "rollout.server_model is not set" if name is None else f"rollout.server_model is {name}"
-            served = f"{len(bases) or 'no'} model{'s' if len(bases) != 1 else ''}{self._http.repeated(listed(bases))}"
-            raise UserError(f"{asked}, and {url} serves {served}: name the one that is trained.")
-        limit = bases[name].get("max_model_len")
-        if limit is not None and limit < length:
-            facts = self._http.repeated(f"{listed([name])}: {limit} tokens")
-            raise UserError(
-                f"{url} serves a context that is shorter than data.seq_length, which is {length}{facts}: raise the "
-                "server's, or lower data.seq_length."
-            )
-        self._model = name
-
-    def _compare_tokens(self, text: str, own: Sequence[int]) -> list[str]:
-        """Refuses a server whose tokenizer splits a text into other tokens."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
-            most = SMALL_ANSWER + _TOKEN_BYTES * len(text.encode())
-            answer = self._http.call("/tokenize", body, most_bytes=most)
-        except CallRefused as refusal:
-            return [f"the server's tokenizer could not be compared: {refusal}"]
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if tokens != list(own):
-            raise UserError(
-                f"{self._http.url} has another tokenizer, which makes other tokens of prompts that are {_few(own)}"
-                f"{self._http.repeated(_few(tokens))}: serve the model of model.path, with its tokenizer."
-            )
-        return []
+        needed = f"data.seq_length, which is {length}"
+        self._model = self._client.require_model(self._options.server_model, length, needed)
 
     def _sample_one(self, question: Question, settings: SamplingSettings) -> None:
         """Refuses a server that does not sample as the run asks it to, which shows before any adapter is there."""
@@ -225,7 +158,7 @@ class CompletionServer:
         options, dialect, url = self._options, self._dialect, self._http.url
         try:
             looked = [
-                dialect.likeliest(self._post(dialect.look(self.model, prompt, temperature)))
+                dialect.likeliest(self._client.post(dialect.look(self.model, prompt, temperature)))
                 for temperature in (1.0, _HOT)
             ]
         except CallRefused as refusal:
@@ -268,7 +201,7 @@ class CompletionServer:
             UserError: the server is gone, or too slow.
         """
         deadline = Deadline(self._options.server_timeout)
-        for name, card in self._cards().items():
+        for name, card in self._client.cards().items():
             if card.get("parent") and name.startswith(prefix):
                 if not deadline.has(0):
                     raise UserError(
@@ -344,7 +277,7 @@ class CompletionServer:
             UserError: the answer is another adapter's, or about other tokens.
         """
         try:
-            answer = self._post(self._dialect.score(self.model if adapter is None else "", ids, adapter))
+            answer = self._client.post(self._dialect.score(self.model if adapter is None else "", ids, adapter))
         except CallRefused:
             return None
         try:
@@ -373,7 +306,7 @@ class CompletionServer:
     def _completion(
         self, call: Call, question: Question, settings: SamplingSettings, adapter: str | None = None
     ) -> Answer:
-        answer = self._post(call)
+        answer = self._client.post(call)
         try:
             found = self._dialect.completion(answer)
             echo = self._dialect.echo(answer)
@@ -382,8 +315,7 @@ class CompletionServer:
         except OtherTokens as error:
             raise UserError(f"{self._http.url} cannot be sampled from: {error}: {_PASS_IDS}.") from None
         except UserError as error:
-            told = error.with_value(self._http.described) if isinstance(error, WrongValue) else str(error)
-            raise UserError(f"{self._http.url} cannot be sampled from: {told.rstrip('.')}.") from None
+            raise self._client.refused(error) from None
         self._require_model_of(echo, adapter)
         return found
 
@@ -429,9 +361,6 @@ class CompletionServer:
                 tokens[-1],
             )
 
-    def _post(self, call: Call) -> Any:
-        return self._http.call(call.path, call.body, most_bytes=call.most_bytes)
-
     def _tell(self, call: Call) -> None:
         self._http.tell(call.path, call.body)
 
@@ -447,11 +376,3 @@ def _require_question(echo: Echo, ids: Sequence[int]) -> None:
         raise OtherTokens(
             f"it was given {len(ids)} token ids and continued others, as where their text was made into tokens again"
         )
-
-
-def _few(ids: object) -> str:
-    """Returns some tokens for a sentence."""
-    if not isinstance(ids, Sequence) or not all(map(is_integer, ids)):
-        return "no tokens"
-    shown = ", ".join(str(one) for one in list(ids)[:6])
-    return f"[{shown}{', ...' if len(ids) > 6 else ''}]"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +17,12 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.foreign.fields import is_integer
 from engine.rollouts.rank_zero import broadcast_result
-from engine.rollouts.servers.dialects import WrongValue, dialect_of
-from engine.rollouts.servers.http import SMALL_ANSWER, CallRefused, HttpServer
+from engine.rollouts.servers.client import TEACHER, ServerClient
+from engine.rollouts.servers.http import CallRefused
 from engine.rollouts.servers.server import Asked
 from engine.runtime.launch import Launch
 from engine.runtime.secrets import secret
-
-_LIST_BYTES = 1 << 20
-"""Maximum bytes of the list of models."""
-_TOKEN_BYTES = 16
-"""Maximum bytes of a token in a list of ids."""
 
 
 class TeacherServer:
@@ -41,9 +34,10 @@ class TeacherServer:
     """
 
     def __init__(self, config: RunConfig, url: str) -> None:
-        options = config.distillation
-        self._config, self._url, self._dialect = config, url, dialect_of(options.server_kind)
-        self._http = HttpServer(url, timeout=options.server_timeout, key=secret(KEY_VARIABLE))
+        options, self._length = config.distillation, config.data.seq_length
+        self._client = ServerClient(
+            url, options.server_kind, TEACHER, timeout=options.server_timeout, key=secret(KEY_VARIABLE)
+        )
         self._pool = ThreadPoolExecutor(config.rollout.slots, thread_name_prefix="teacher")
         self._model: str | None = None
 
@@ -60,14 +54,14 @@ class TeacherServer:
         Raises:
             UserError: it cannot.
         """
-        self._require_model()
-        note = self._compare_tokens(tokenizer, texts)
+        text = " ".join(texts)
+        notes = self._client.compare_tokens(self._require_model(), text, list(tokenizer.encode(text)))
         self.logps([*prompt, *prompt][:2])
-        return note
+        return "; ".join(notes) or None
 
-    def ask(self, rows: Sequence[Sequence[int]]) -> Asked:
+    def ask(self, rows: Sequence[Sequence[int]]) -> Asked[list[float]]:
         """Begins to ask for the log-probabilities of the tokens of some rows; see `logps`."""
-        return Asked([self._pool.submit(self.logps, row) for row in rows])  # type: ignore[misc]
+        return Asked([self._pool.submit(self.logps, row) for row in rows])
 
     def logps(self, ids: Sequence[int]) -> list[float]:
         """Returns the log-probability of each token after the first.
@@ -75,60 +69,29 @@ class TeacherServer:
         Raises:
             UserError: the server fails, or gives none.
         """
-        call = self._dialect.score(self._require_model(), ids)
+        client = self._client
         try:
-            return self._dialect.scored(self._http.call(call.path, call.body, most_bytes=call.most_bytes), ids)
+            answer = client.post(client.dialect.score(self._require_model(), ids))
         except CallRefused as refusal:
             raise UserError(f"{refusal}: see the log of the teacher's server.") from None
-        except WrongValue as error:
-            told = error.with_value(self._http.described)
-            raise UserError(f"{self._url} cannot be a teacher: {told}.") from None
+        try:
+            return client.dialect.scored(answer, ids)
         except UserError as error:
-            if self._url in str(error):
-                raise
-            raise UserError(f"{self._url} cannot be a teacher: {str(error).rstrip('.')}.") from None
+            raise client.refused(error) from None
 
     def close(self) -> None:
         """Ends the calls under way."""
-        self._http.close()
+        self._client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _require_model(self) -> str:
-        """Returns the name of the model that is served."""
-        if self._model is not None:
-            return self._model
-        answer = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
-        cards = answer.get("data") if isinstance(answer, dict) else None
-        known = [one for one in cards if isinstance(one, dict)] if isinstance(cards, list) else []
-        bases = [one for one in known if isinstance(one.get("id"), str) and not one.get("parent")]
-        if len(bases) != 1:
-            raise UserError(
-                f"distillation.teachers has {self._url}, which serves {len(bases) or 'no'} models: give the address of "
-                "a server of one model, and its kind in distillation.server_kind."
+        """Returns the name of the model that is served; a call needs room for one token more, which is sampled."""
+        if self._model is None:
+            room = self._length + 1
+            self._model = self._client.require_model(
+                None, room, f"data.seq_length {self._length} and one token more, which are {room}"
             )
-        limit, length = bases[0].get("max_model_len"), self._config.data.seq_length
-        if is_integer(limit) and limit <= length:
-            raise UserError(
-                f"{self._url} serves a context of {limit} tokens, and data.seq_length {length} and one more are "
-                "needed: raise the server's, or lower data.seq_length."
-            )
-        self._model = str(bases[0]["id"])
         return self._model
-
-    def _compare_tokens(self, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
-        text = " ".join(texts)
-        own: list[Any] = list(tokenizer.encode(text))
-        body = {"model": self._require_model(), "prompt": text, "add_special_tokens": False}
-        try:
-            answer = self._http.call("/tokenize", body, most_bytes=SMALL_ANSWER + _TOKEN_BYTES * len(text.encode()))
-        except CallRefused:
-            return f"the tokenizer of {self._url} could not be compared"
-        if (answer.get("tokens") if isinstance(answer, dict) else None) != own:
-            raise UserError(
-                f"{self._url} has another tokenizer, which makes other tokens of prompts: serve a model of the same "
-                "family as model.path."
-            )
-        return None
 
 
 class ServedTeacher:

@@ -22,6 +22,8 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex", MODEL_REWARD)
 """Rewards that need no file; see `engine.rollouts.rewards.built_in`."""
 ENVIRONMENT = "environment"
 """The entry of rollout.rewards that stands for the scores of rollout.environment itself."""
+OPENENV = "openenv:"
+"""Begins rollout.environment where it is the address of an OpenEnv server."""
 IN_PROGRAM = "python:"
 """Begins the names of what a Python program supplies: its reward functions, and its records."""
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -73,8 +75,8 @@ class RolloutOptions:
         tools: Functions that the model may call while it answers, as FILE.py:NAME; their type hints and docstrings are
             shown to it by the chat template. They are called in processes of their own.
         environment: Class whose public methods are tools of one conversation, as FILE.py:NAME, with reset(), and
-            get_reward() where rollout.rewards has environment; null for none. Each conversation under way has one in a
-            process of its own.
+            get_reward() where rollout.rewards has environment, or the address of an OpenEnv server, as
+            openenv:http://127.0.0.1:8000; null for none. Each conversation under way has one in a process of its own.
         tool_format: How the model writes calls of tools: "hermes", "qwen_xml", "llama", "mistral" or "harmony"; null
             for the one that the chat template asks for.
         max_turns: Turns of the model in a completion, after which its calls are no longer answered; null for as many
@@ -299,12 +301,14 @@ class NamedObject:
     """An entry of rollout.tools, or rollout.environment.
 
     Args:
-        file: where it is; None of a Python program's own.
-        name: of the function or class.
+        file: where it is; None of a Python program's own, and of a server's.
+        name: of the function or class; "" of a server's.
+        server: the address of an OpenEnv server; None for none.
     """
 
     file: str | None
     name: str
+    server: str | None = None
 
     @classmethod
     def parse(cls, option: str, text: str) -> NamedObject:
@@ -316,6 +320,14 @@ class NamedObject:
         Raises:
             UserError: it is malformed.
         """
+        if option == "rollout.environment" and text.startswith(OPENENV):
+            url = text.removeprefix(OPENENV)
+            require(
+                is_web_address(url) and "@" not in url,
+                f"{option} is {text!r}, but the address of an OpenEnv server, without a user, is expected behind "
+                f"{OPENENV}: write for example openenv:http://127.0.0.1:8000.",
+            )
+            return cls(file=None, name="", server=url)
         file, colon, name = text.rpartition(":")
         require(
             bool(colon) and bool(file) and name.isidentifier(),

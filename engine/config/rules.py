@@ -81,9 +81,10 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
         if teacher != BASE and not is_server(teacher):
             _require_folder("distillation.teachers", teacher, "a model, of a PEFT adapter or of a run")
     for option, text in config.rollout.named_programs:
-        file = NamedObject.parse(option, text).file
+        named = NamedObject.parse(option, text)
+        file = named.file
         require(
-            text in supplied if file is None else Path(file).is_file(),
+            named.server is not None or (text in supplied if file is None else Path(file).is_file()),
             f"{option} has {text}, a function or class of a Python program: give it in that program, as "
             "train(config, tools=[...]), or name a file, as FILE.py:NAME."
             if file is None

@@ -16,6 +16,7 @@ def table(records: Sequence[dict[str, float]]) -> list[str]:
     """One line a figure: at the start and at the end."""
     steps = [record for record in records if "reward" in record]
     shown = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio", "uniform_groups")
+    shown += ("turns/mean", "tools/call_frequency", "tools/failure_frequency")  # where the model calls tools
     names = [name for name in steps[0] if name in shown or (name.startswith("rewards/") and name.endswith("mean"))]
     lines = [f"{'':28}{'first steps':>12}{'last steps':>12}"]
     for name in names:

@@ -53,6 +53,7 @@ CATCHES_ALL = {
     ("engine/rollouts/turns/worker.py", "answer"): "so are its reset and its get_reward",
     ("engine/rollouts/turns/worker.py", "_called"): "so are tools, whose exceptions are told to the model",
     ("engine/rollouts/turns/worker.py", "_words"): "and so is the class of such an exception",
+    ("engine/rollouts/turns/openenv.py", "_asked"): "the client of OpenEnv raises what the packages below it raise",
     ("engine/rollouts/turns/feed.py", "_submit.run"): "a thread hands its defect to the one that samples",
     ("rankfold/benchmarking/processes.py", "_serve"): "a worker process sends any error to the process that asked",
     ("engine/data/template.py", "_run"): "a chat template is a program that comes with a model",

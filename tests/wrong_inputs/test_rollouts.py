@@ -36,6 +36,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.tools": "f"}, "rollout.tools has 'f', but FILE.py:NAME is expected"),
     ({"rollout.tools": "python:f"}, "a function or class of a Python program: give it in that program"),
     ({"rollout.tools": "a.py:f,a.py:f"}, "rollout.tools has a.py:f twice"),
+    ({"rollout.environment": "openenv:10.0.0.7"}, "rollout.environment is 'openenv:10.0.0.7', but the address of an"),
+    ({"rollout.tools": "openenv:http://h:1"}, "rollout.tools has 'openenv:http://h:1', but FILE.py:NAME is expected"),
     ({"rollout.rewards": "environment"}, "rollout.rewards has environment and rollout.environment is null"),
     ({"rollout.max_turns": 3}, "rollout.max_turns is set and neither rollout.tools nor rollout.environment is"),
     ({"rollout.environment_timeout": 3}, "rollout.environment_timeout is set and neither rollout.tools nor"),

@@ -1,8 +1,8 @@
 """One completion of several turns: the model's, and between them the results of the tools that it calls.
 
 The tokens only grow: what the model sampled, then what the results are rendered to, then what it samples behind them.
-The conversation ends with a turn without calls, a turn that no token ended, the last turn that is allowed, or results
-that leave no room for another turn, which are then left out.
+The conversation ends with a turn without calls, a turn that no token ended, the last turn that is allowed, a call by
+which the environment ends it, or results that leave no room for another turn; the last two leave their results out.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []
         self._turns = self._calls = self._failed_calls = 0
         self._seat: Seat | None = None
+        self._is_done = False
+        """Whether the environment has ended the conversation."""
         self._failure: str | None = None
         self._reward: float | None = None
 
@@ -133,7 +135,11 @@ class Conversation:
             is_last = tokens[-1] not in talk.ends or self._turns == talk.max_turns
             if is_last or not turn.calls:
                 return self._end()
-            messages = [self._result(call) for call in turn.calls]
+            messages = []
+            for call in turn.calls:
+                messages.append(self._result(call))
+                if self._is_done:
+                    return self._end()
             ids = talk.chat.results(messages)
             if len(self._tokens) + len(ids) >= talk.longest:
                 return self._end()
@@ -183,6 +189,7 @@ class Conversation:
         except CallFailed as failure:
             raise CallFailed(f"a call of the tool {name}: {failure}") from None
         self._failed_calls += reply["failed"]
+        self._is_done = reply["done"]
         return tool_message(name, reply["result"])
 
     def _end(self) -> bool:

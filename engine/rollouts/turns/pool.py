@@ -151,7 +151,9 @@ def _is_answer(do: str, reply: Mapping[str, Any]) -> bool:
         return reply.get("observation") is None or isinstance(reply["observation"], str)
     if do == "reward":
         return reply.get("reward") is None or is_number(reply["reward"])
-    return isinstance(reply.get("result"), str) and isinstance(reply.get("failed"), bool)
+    return isinstance(reply.get("result"), str) and all(
+        isinstance(reply.get(name), bool) for name in ("failed", "done")
+    )
 
 
 def _without_problem(reply: dict[str, Any]) -> dict[str, Any]:

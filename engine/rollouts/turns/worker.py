@@ -15,6 +15,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from engine.config.rollout import LARGEST_REWARD, NamedObject
 from engine.files import platforms
 from engine.foreign.supervisor import supervise
 from engine.rollouts.rewards.worker import answering, described_error, load_object
+from engine.rollouts.turns.openenv import EpisodeLost, OpenEnvironment
 from engine.rollouts.turns.schemas import NoSchema, tool_schema
 
 LONGEST_RESULT = 1 << 20
@@ -64,8 +66,14 @@ def serve(descriptor: int, parent: int) -> None:
 def _loaded(wanted: Mapping[str, Any]) -> Host | str:
     """Returns the host of what is wanted, or why there is none."""
     found: list[Any] = []
-    for name in [*wanted["tools"], *([wanted["environment"]] if wanted["environment"] else [])]:
-        parsed = NamedObject.parse("rollout.tools", name)
+    named = [("rollout.tools", name) for name in wanted["tools"]]
+    if wanted["environment"]:
+        named.append(("rollout.environment", wanted["environment"]))
+    for option, name in named:
+        parsed = NamedObject.parse(option, name)
+        if parsed.server is not None:
+            found.append(partial(OpenEnvironment, parsed.server))
+            continue
         try:
             found.append(load_object(Path(parsed.file), parsed.name))
         except BaseException as error:  # the user's module may raise anything, and call sys.exit
@@ -96,26 +104,27 @@ class Host:
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None) -> None:
-        self._environment = None if factory is None else factory()
+        environment = None if factory is None else factory()
+        self._remote = environment if isinstance(environment, OpenEnvironment) else None
+        self._environment = None if self._remote is not None else environment
         named = [(getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools]
-        if factory is not None:
+        if self._environment is not None:
             if not callable(getattr(self._environment, "reset", None)):
                 raise NoSchema("the environment has no method reset")
             named += _methods(self._environment)
+        self._schemas = [_schema(name, tool) for name, tool in named]
+        if self._remote is not None:
+            self._schemas += [tool.schema for tool in self._remote.tools]
+            named += [(tool.schema["function"]["name"], tool.call) for tool in self._remote.tools]
         self._tools = dict(named)
         twice = sorted({name for name, _ in named if [other for other, _ in named].count(name) > 1})
         if twice:
             raise NoSchema(f"there are two tools of the name {twice[0]}: rename one of them")
-        self._schemas = []
-        for name, tool in named:
-            try:
-                self._schemas.append(tool_schema(tool))
-            except NoSchema as error:
-                raise NoSchema(f"the tool {name} cannot be described to the model, as {error}") from None
 
     def description(self) -> dict[str, Any]:
         """Returns {"schemas": of the tools, "rewards": whether the environment scores its conversations}."""
-        return {"schemas": self._schemas, "rewards": callable(getattr(self._environment, "get_reward", None))}
+        scores = self._remote is not None or callable(getattr(self._environment, "get_reward", None))
+        return {"schemas": self._schemas, "rewards": scores}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answers one request.
@@ -125,20 +134,26 @@ class Host:
                 "reward"}.
 
         Returns:
-            {"observation": a text or null}, {"result": a text, "failed": whether the call failed} or {"reward": a
-            number or null}; {"problem": a sentence} where the conversation cannot be continued.
+            {"observation": a text or null}, {"result": a text, "failed": whether the call failed, "done": whether the
+            environment has ended the conversation} or {"reward": a number or null}; {"problem": a sentence} where the
+            conversation cannot be continued.
         """
         try:
             if request["do"] == "reset":
                 return self._reset(request["columns"])
             if request["do"] == "reward":
                 return self._reward()
+            return self._called(request["name"], request["arguments"])
+        except EpisodeLost as lost:
+            return {"problem": str(lost)}
         except BaseException as error:  # the user's program may raise anything, and call sys.exit
             name = "reset" if request["do"] == "reset" else "get_reward"
             return {"problem": f"its {name} raised {described_error(error)}"}
-        return self._called(request["name"], request["arguments"])
 
     def _reset(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        if self._remote is not None:
+            shown = self._remote.reset({name: value for name, value in columns.items() if name != "prompt"})
+            return {"observation": None if shown is None else _clean(shown)}
         assert self._environment is not None
         observation = _awaited(self._environment.reset(**_those_it_names(self._environment.reset, columns)))
         if not (observation is None or isinstance(observation, str)):
@@ -146,8 +161,11 @@ class Host:
         return {"observation": None if observation is None else _clean(observation)}
 
     def _reward(self) -> dict[str, Any]:
-        assert self._environment is not None
-        reward = _awaited(self._environment.get_reward())
+        if self._remote is not None:
+            reward: Any = self._remote.reward()
+        else:
+            assert self._environment is not None
+            reward = _awaited(self._environment.get_reward())
         if reward is not None and not isinstance(reward, Real) and hasattr(reward, "item"):
             reward = reward.item()
         if reward is None:
@@ -166,14 +184,24 @@ class Host:
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
-            return {"result": _clean(str(_awaited(self._tools[name](**arguments)))), "failed": False}
+            text, failed = _clean(str(_awaited(self._tools[name](**arguments)))), False
+        except EpisodeLost:
+            raise
         except BaseException as error:
-            return {"result": failure_text(_words(error)), "failed": True}
+            text, failed = failure_text(_words(error)), True
+        return {"result": text, "failed": failed, "done": self._remote is not None and self._remote.ended}
 
 
 def failure_text(words: str) -> str:
     """Returns what the model is told of a call that failed."""
     return _clean(str({"error": words}))
+
+
+def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return tool_schema(tool)
+    except NoSchema as error:
+        raise NoSchema(f"the tool {name} cannot be described to the model, as {error}") from None
 
 
 def _methods(environment: Any) -> list[tuple[str, Callable[..., Any]]]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from engine.config.checks import require, require_at_least, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 
+EVALUATED = "eval/"
+"""Begins the names of figures of completions that are sampled in an evaluation."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
@@ -20,7 +23,9 @@ class CheckpointOptions:
         keep_best: Save after each evaluation that is better than all before, and keep that checkpoint in addition to
             those of checkpoint.keep; export it with rankfold convert export --step best.
         best: Figure by which checkpoint.keep_best judges: loss, the evaluation loss, or TASK/METRIC of
-            evaluation.tasks, such as arc_easy/acc_norm; the task itself says whether higher is better.
+            evaluation.tasks, such as arc_easy/acc_norm; the task itself says whether higher is better. Where
+            objective.name is grpo, loss stands for eval/reward, the mean reward of the prompts of data.validation, and
+            other figures of them, such as eval/pass@1, may be named.
         asynchronous: Continue training while a checkpoint is written from a copy in host memory; false makes training
             wait. The run always waits for the last checkpoint.
         timeout: Seconds a save waits for the previous one before it is given up; rank 0 waits half as long for the
@@ -57,14 +62,19 @@ class CheckpointOptions:
         require(self.resume != "", "checkpoint.resume is empty, but auto, none or a path is expected: set one of them.")
 
     @property
-    def judges_by_loss(self) -> bool:
-        """Whether the evaluation loss decides which checkpoint is the best."""
-        return self.best == "loss"
+    def judges_by_validation(self) -> bool:
+        """Whether an evaluation of the validation data decides which checkpoint is the best, and not tasks."""
+        return self.best == "loss" or self.best.startswith(EVALUATED)
+
+    @property
+    def judged_completions(self) -> str:
+        """The figure by which evaluations that sample completions are compared."""
+        return self.best if self.best.startswith(EVALUATED) else f"{EVALUATED}reward"
 
     @property
     def best_keys(self) -> tuple[str, str]:
         """The entries of a checkpoint's record of evaluations that have the step of the best one, and its figure."""
-        return ("step", "loss") if self.judges_by_loss else ("score_step", "score")
+        return ("step", "loss") if self.judges_by_validation else ("score_step", "score")
 
     @property
     def resume_path(self) -> str | None:

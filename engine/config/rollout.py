@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from engine.choices import DecodeGraph, Mismatch, ServerKind, ToolFormat
-from engine.config.checks import require, require_at_least, require_choices, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 from engine.config.paths import at_home
 from engine.errors import UserError
@@ -87,6 +87,11 @@ class RolloutOptions:
             completion whose call takes longer fails.
         environment_memory: Address space of each of these processes, in GiB; null for no limit.
         show: Completions to log of each generation batch, with their rewards.
+        eval_generations: Completions of each prompt of data.validation in an evaluation, from which pass@k is
+            estimated up to this number; null for rollout.num_generations, or 1 where rollout.eval_temperature is 0.
+        eval_temperature: Temperature of evaluations; 0 takes the most likely token, null is rollout.temperature.
+        eval_top_p: rollout.top_p of evaluations; null is that of training.
+        pass_reward: Reward from which a completion of an evaluation passes, for pass@k.
         server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000, or
             of several, with commas between them; null for none. Before each rollout they load the current adapters, and
             each samples the completions of a share of the prompts. The API key that they ask for is read from
@@ -132,6 +137,10 @@ class RolloutOptions:
     environment_timeout: float = option(60.0, IGNORED)
     environment_memory: float | None = option(None, IGNORED)
     show: int = option(1, IGNORED)  # printed
+    eval_generations: int | None = option(None, REPORTED)
+    eval_temperature: float | None = option(None, REPORTED)
+    eval_top_p: float | None = option(None, REPORTED)
+    pass_reward: float = option(1.0, REPORTED)
     server: str | None = option(None, REPORTED)
     server_kind: ServerKind = option("vllm", IGNORED)  # how a server is spoken to
     server_model: str | None = option(None, IGNORED)
@@ -175,9 +184,35 @@ class RolloutOptions:
             "cuda:7, or null for the first GPU.",
         )
         require_at_least("rollout.show", self.show, 0, "use for example 1, or 0 for none")
+        self._check_evaluation()
         self._check_server()
         self._check_rewards()
         self._check_turns()
+
+    def _check_evaluation(self) -> None:
+        """Refuses invalid options of evaluations."""
+        require_at_least("rollout.eval_generations", self.eval_generations, 1, "use for example 8")
+        require_not_negative("rollout.eval_temperature", self.eval_temperature, "use for example 0.6, or 0 for greedy")
+        require(
+            self.eval_temperature != 0 or (self.eval_generations or 1) == 1,
+            f"rollout.eval_temperature is 0 and rollout.eval_generations {self.eval_generations}, but all completions "
+            "of a prompt would be the same: set rollout.eval_generations to 1, or rollout.eval_temperature higher.",
+        )
+        require(
+            self.eval_top_p is None or 0 < self.eval_top_p <= 1,
+            f"rollout.eval_top_p is {self.eval_top_p}, but a share above 0 and up to 1 is expected: use for example "
+            "0.95, or 1 for all tokens.",
+        )
+        require(
+            self.eval_temperature != 0 or self.eval_top_p is None,
+            f"rollout.eval_temperature is 0 and rollout.eval_top_p is {self.eval_top_p}, but the most likely token is "
+            "taken whatever the others are: remove one of them.",
+        )
+        require(
+            math.isfinite(self.pass_reward) and abs(self.pass_reward) <= LARGEST_REWARD,
+            f"rollout.pass_reward is {self.pass_reward}, but a reward from -1e6 to 1e6 is expected: use for example "
+            "1.0.",
+        )
 
     def _check_turns(self) -> None:
         """Refuses invalid options of tools and environments."""
@@ -273,6 +308,23 @@ class RolloutOptions:
     def servers(self) -> tuple[str, ...]:
         """The addresses in `server`."""
         return tuple(url.strip().rstrip("/") for url in (self.server or "").split(",") if url.strip())
+
+    @property
+    def greedy_evaluations(self) -> bool:
+        """Whether evaluations take the most likely token."""
+        return self.eval_temperature == 0
+
+    def for_evaluation(self) -> RolloutOptions:
+        """Returns the options by which completions are sampled in evaluations; the temperature counts only where they
+        are not greedy."""
+        if self.greedy_evaluations:
+            return replace(self, num_generations=1, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0)
+        return replace(
+            self,
+            num_generations=self.eval_generations or self.num_generations,
+            temperature=self.temperature if self.eval_temperature is None else self.eval_temperature,
+            top_p=self.top_p if self.eval_top_p is None else self.eval_top_p,
+        )
 
     @property
     def corrects_sampler(self) -> bool:

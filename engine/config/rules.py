@@ -242,7 +242,7 @@ def check_evaluation(config: RunConfig) -> None:
     train, evaluates = config.train, config.data.evaluates
     first, every = train.eval_first, train.eval_every
     target, patience, delta = train.target_eval_loss, train.early_stopping_patience, train.early_stopping_min_delta
-    judged = config.checkpoint.keep_best and config.checkpoint.judges_by_loss
+    judged = config.checkpoint.keep_best and config.checkpoint.judges_by_validation
     without = (
         (every > 0, f"train.eval_every is {every}", "so there is nothing to evaluate", "train.eval_every to 0"),
         (target is not None, f"train.target_eval_loss is {target}", "so that the target could never be reached",
@@ -285,7 +285,12 @@ def _check_tasks(config: RunConfig) -> None:
         )
     best = config.checkpoint.best
     require(
-        config.checkpoint.judges_by_loss or bool(config.evaluation.tasks),
+        best == "loss" or not config.checkpoint.judges_by_validation or config.objective.kind.samples,
+        f"checkpoint.best is {best} and objective.name is {config.objective.name}, whose evaluations sample nothing: "
+        "set checkpoint.best to loss, or to TASK/METRIC of evaluation.tasks.",
+    )
+    require(
+        config.checkpoint.judges_by_validation or bool(config.evaluation.tasks),
         f"checkpoint.best is {best} and evaluation.tasks is empty, so that there is no such figure: add "
         f"{best.partition('/')[0]} to evaluation.tasks, or set checkpoint.best to loss.",
     )

@@ -75,6 +75,11 @@ class RunConfig:
         )
 
     @property
+    def evaluated_figure(self) -> str | None:
+        """The figure of the validation data that decides about checkpoints and the end of a run; None for the loss."""
+        return self.checkpoint.judged_completions if self.objective.kind.samples else None
+
+    @property
     def row_length(self) -> int:
         """Maximum tokens of a row. The answers of a pair share one row, each of up to data.seq_length tokens."""
         return self.data.seq_length * self.objective.kind.group

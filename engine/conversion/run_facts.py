@@ -47,7 +47,9 @@ def training_facts(checkpoint: TrainingCheckpoint) -> TrainingFacts:
     options = {name: _section(found, name) for name in _SECTIONS}
     names = list(_data(options["data"]))
     repos = [_repo(name) for name in names]
-    rows = _options(options, [_shown(name) for name in names]) | _figures(checkpoint, options["log"])
+    sampled = options["objective"].get("name") in POLICY_GRADIENT
+    rows = _options(options, [_shown(name) for name in names])
+    rows |= _figures(checkpoint, options["log"], sampled=sampled)
     return TrainingFacts(rows=rows, datasets=tuple(dict.fromkeys(repo for repo in repos if repo is not None)))
 
 
@@ -122,7 +124,12 @@ def _text(value: object) -> str | None:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _figures(checkpoint: TrainingCheckpoint, log: Mapping[str, Any]) -> dict[str, str]:
+def _is_result(key: str) -> bool:
+    """Returns whether a key is TASK/METRIC, or a reward or pass@k of sampled completions."""
+    return "/" in key and (not key.startswith("eval/") or key.startswith(("eval/reward", "eval/pass@")))
+
+
+def _figures(checkpoint: TrainingCheckpoint, log: Mapping[str, Any], *, sampled: bool) -> dict[str, str]:
     state = checkpoint.state
     step = state.get("step")
     rows = {"Steps": str(step)}
@@ -130,7 +137,7 @@ def _figures(checkpoint: TrainingCheckpoint, log: Mapping[str, Any]) -> dict[str
     if loss is not None:
         rows["Training loss of the last step"] = f"{loss:.4f}"
     best = state.get("best")
-    if isinstance(best, dict) and isinstance(last := best.get("last"), float):
+    if not sampled and isinstance(best, dict) and isinstance(last := best.get("last"), float):
         rows["Last evaluation loss"] = f"{last:.4f} (step {best.get('seen')})"
     for name, value in tasks.items():
         rows[f"`{name}`"] = f"{value:.4f}"
@@ -156,6 +163,6 @@ def _measured(checkpoint: TrainingCheckpoint, step: object, name: object) -> tup
                 continue
             if isinstance(record.get("loss"), float):
                 loss = record["loss"]
-            if "task_seconds" in record:
-                tasks = {key: value for key, value in record.items() if "/" in key and isinstance(value, float)}
+            if "task_seconds" in record or "eval_seconds" in record:
+                tasks |= {key: value for key, value in record.items() if _is_result(key) and isinstance(value, float)}
     return loss, tasks

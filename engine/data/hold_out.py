@@ -29,15 +29,28 @@ def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDatas
     Raises:
         UserError: no row would be left to train on.
     """
-    count = len(dataset)
+    held, order = held_out_rows(len(dataset), share, seed)
+    return _rows(dataset, np.sort(order[held:])), _rows(dataset, np.sort(order[:held]))
+
+
+def held_out_rows(count: int, share: float, seed: int, *, unit: str = "row") -> tuple[int, NDArray[np.int64]]:
+    """Returns how many rows are held out, and all rows in an order in which those come first.
+
+    Args:
+        count: of all rows.
+        share, seed: as of `hold_out`.
+        unit: name of a row.
+
+    Raises:
+        UserError: no row would be left to train on.
+    """
     held = max(1, round(share * count))
     if held >= count:
         raise UserError(
-            f"data.validation_split {share:g} holds {held} of {counted(count, 'row')} out, which leaves none to train "
+            f"data.validation_split {share:g} holds {held} of {counted(count, unit)} out, which leaves none to train "
             "on: lower it, or give data.validation a file."
         )
-    order = permutation(seed, _DRAW, count)
-    return _rows(dataset, np.sort(order[held:])), _rows(dataset, np.sort(order[:held]))
+    return held, permutation(seed, _DRAW, count)
 
 
 def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:

@@ -58,11 +58,25 @@ def step_figures(
         dropped: prompts that are left out of the step.
     """
     places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)
-    rewards_NF = buffer.rewards_NF[places]
+    figures = completion_figures(buffer.completions[places], buffer.rewards_NF[places], names, weights)
+    return figures | {
+        "uniform_groups": float(buffer.uniform[prompts.start : prompts.stop].mean()),
+        "groups_dropped": float(dropped),
+    }
+
+
+def completion_figures(
+    completions: Sequence[Sampled], rewards_NF: NDArray[np.float64], names: Sequence[str], weights: Sequence[float]
+) -> dict[str, float]:
+    """Returns the figures of some completions, by name: those of `step_figures` that are not of their groups.
+
+    Args:
+        rewards_NF: of each completion by each function, then the penalties; NaN where there is none.
+        names, weights: as of `step_figures`.
+    """
     factors = np.array([*weights, *[1.0] * (len(names) - len(weights))])
     unscored = np.isnan(rewards_NF[:, : len(weights)]).all(axis=1)
     totals = np.nansum(rewards_NF * factors, axis=1)[~unscored]
-    completions = buffer.completions[places]
     figures = dict(zip(("reward", "reward_std"), _mean_and_deviation(totals), strict=True)) if names else {}
     for name, column in zip(names, rewards_NF.T, strict=True):
         mean, deviation = _mean_and_deviation(column[~np.isnan(column)])
@@ -76,11 +90,7 @@ def step_figures(
     if names:
         figures["unscored"] = float(unscored.mean())
     figures |= _turn_figures(completions)
-    return figures | {
-        "completions/clipped_ratio": float(truncated.mean()),
-        "uniform_groups": float(buffer.uniform[prompts.start : prompts.stop].mean()),
-        "groups_dropped": float(dropped),
-    }
+    return figures | {"completions/clipped_ratio": float(truncated.mean())}
 
 
 def _turn_figures(completions: Sequence[Sampled]) -> dict[str, float]:

@@ -85,8 +85,12 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
             host_limits=False,
         )  # fmt: skip
     parallel = layout.parallel
-    traced = _trace(replace(workload, global_batch=0, beside=0, companions=(), graphed=False), _whole(parallel))
-    cache = _largest_cache(traced, workload, layout)
+    traced, cache = _traced(workload, layout, samples)
+    peak = traced.beside + cache
+    evaluated = replace(samples, options=samples.options.for_evaluation())
+    if evaluated.options.num_generations < samples.options.num_generations:  # more prompts, each with its own cache
+        other, own = _traced(workload, layout, evaluated)
+        peak, cache = max(peak, other.beside + own), max(cache, own)
     rows = -(-samples.batch // layout.data_and_context)
     slots, group = samples.options.slots, samples.options.num_generations
     prompts = -(-rows // group)
@@ -110,7 +114,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         decode = passes * each
     return SamplesCost(
         cache=cache,
-        peak=traced.beside + cache,
+        peak=peak,
         prefill=prefill,
         decode=decode,
         passes=passes,
@@ -119,6 +123,13 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         graphed=graphed,
         host_limits=host_limits,
     )
+
+
+def _traced(workload: Workload, layout: Layout, samples: Samples) -> tuple[_Traced, int]:
+    """Returns the passes that sample in one way, and the bytes of their cache where it is largest."""
+    own = replace(workload, samples=samples)
+    found = _trace(replace(own, global_batch=0, beside=0, companions=(), graphed=False), _whole(layout.parallel))
+    return found, _largest_cache(found, own, layout)
 
 
 def _seconds(launches: Iterable[Launch], machine: Machine) -> tuple[float, float]:

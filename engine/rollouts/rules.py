@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from engine.config.checkpoint import EVALUATED
 from engine.config.checks import require
 from engine.config.distillation import BASE, is_server
 from engine.config.option import changed
 from engine.config.rollout import IN_PROGRAM
 from engine.config.run import RunConfig
+from engine.rollouts.pass_at_k import judging_figures
+from engine.sentences import listed
 
 
 def check_rollouts(config: RunConfig) -> None:
@@ -22,6 +25,7 @@ def check_rollouts(config: RunConfig) -> None:
     _check_server(config)
     _check_teachers(config)
     _check_programs(config)
+    _check_evaluation(config)
 
 
 def _check_programs(config: RunConfig) -> None:
@@ -33,6 +37,30 @@ def _check_programs(config: RunConfig) -> None:
         f"{', '.join(names)} are partly of a Python program and partly in files, which are called in other processes: "
         "name all of them, or give all of them in the program.",
     )
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    """Refuses evaluations without rewards, and their options without evaluations."""
+    evaluates = config.data.evaluates
+    require(
+        not evaluates or bool(config.rollout.rewards),
+        "data.validation is set and rollout.rewards is [], so that completions of its prompts could not be scored: "
+        "name a reward, or remove data.validation.",
+    )
+    best = config.checkpoint.best
+    if best.startswith(EVALUATED):
+        known = judging_figures(config.rollout)
+        require(
+            best in known,
+            f"checkpoint.best is {best}, but evaluations of {config.objective.name} can judge by {listed(known)}: set "
+            "checkpoint.best to one of these.",
+        )
+    for field in changed(config.rollout):
+        require(
+            evaluates or not (field.name.startswith("eval_") or field.name == "pass_reward"),
+            f"rollout.{field.name} is set and data.validation is not, so that nothing is evaluated: name a file with "
+            f"prompts in data.validation, or remove rollout.{field.name}.",
+        )
 
 
 def _check_completions(config: RunConfig) -> None:
@@ -116,8 +144,6 @@ def _check_prompts(config: RunConfig) -> None:
     train = config.train
     for given, wanted, why in (
         (f"data.mix is {list(data.mix)}", not data.mix, alone),
-        (f"data.validation is {data.validation}", data.validation is None, alone),
-        (f"data.validation_split is {data.validation_split}", data.validation_split is None, alone),
         (f"data.format is {data.format}", data.format == "auto", alone),
         ("data.mask_prompt is false", data.mask_prompt, alone),
         ("data.overlong is cut", data.overlong != "cut", alone),
@@ -127,8 +153,9 @@ def _check_prompts(config: RunConfig) -> None:
         (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no images"),
         ("train.last_batch is full", train.last_batch == "short", "whose batches are all full, since prompts continue "
          "over the ends of epochs"),
-        (f"train.eval_samples is {train.eval_samples}", train.eval_samples is None, "which evaluates nothing"),
-        ("train.eval_mean is rows", train.eval_mean == "tokens", "which evaluates nothing"),
+        ("train.eval_mean is rows", train.eval_mean == "tokens", "which evaluates completions"),
+        (f"train.target_eval_loss is {train.target_eval_loss}", train.target_eval_loss is None,
+         "which evaluates rewards"),
     ):  # fmt: skip
         require(wanted, f"{given} and objective.name is {name}, {why}: remove it.")
 

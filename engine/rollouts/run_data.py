@@ -14,8 +14,8 @@ from engine.data.order import DataOrder
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.inference.generate import context_limit
-from engine.rollouts.data.prompts import PromptLoader, read_prompts
-from engine.rollouts.scorer import check_rewards
+from engine.rollouts.data.prompts import PromptLoader, PromptSet, read_prompts
+from engine.rollouts.scorer import check_rewards, refuse_compared
 from engine.rollouts.served import check_server
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.teachers.teachers import check_teachers
@@ -40,7 +40,8 @@ class PromptData:
     tools: Tools | None = None
     """The tools that the model may call; None where there are none."""
     rows: None = None
-    validation: None = None
+    validation: PromptSet | None = None
+    """Held-out prompts; None for none."""
 
     def earlier_order(self, before: RunConfig) -> DataOrder:
         completions = before.rollout.num_generations * before.objective.num_iterations
@@ -70,6 +71,7 @@ class PromptData:
             self.tokenizer,
             rewards=self.rewards,
             tools=self.tools,
+            validation=self.validation,
             metrics=metrics,
             say=say,
             run_dir=run_dir,
@@ -108,26 +110,42 @@ def read_prompt_data(
     programs = Programs(tools=supplied.tools, environments=supplied.environments)
     tools = read_tools(config, launch, tokenizer, model, programs, log.info)
     room = data.seq_length - rollout.max_completion_length
-    with Progress(log, "reading prompts", None, "records") as progress:
-        prompts = read_prompts(
-            supplied.sources.get(data.train, data.train),
-            tokenizer=tokenizer,
-            room=room,
-            overlong=data.overlong,
-            chat=None if tools is None else tools.chat,
-            progress=progress.advance,
-        )
-    if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
-        raise UserError(
-            f"{data.train} has token id {largest}, but the model's vocabulary has {decoder.vocab_size} entries: set "
-            "data.tokenizer to the tokenizer this model was trained with."
-        )
+
+    def read(name: str, told: str) -> PromptSet:
+        with Progress(log, told, None, "records") as progress:
+            found = read_prompts(
+                supplied.sources.get(name, name),
+                tokenizer=tokenizer,
+                room=room,
+                overlong=data.overlong,
+                chat=None if tools is None else tools.chat,
+                progress=progress.advance,
+            )
+        _require_known(name, found, decoder.vocab_size)
+        return found
+
+    prompts = read(data.train, "reading prompts")
     log.info(f"training data: {prompts.summary(room)}")
     if config.objective.limits_ratios and rollout.steps_per_generation * config.objective.num_iterations == 1:
         log.info(
             "objective.epsilon, objective.epsilon_high and objective.delta have nothing to limit: with "
             "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
         )
+    validation = None
+    if data.validation_split is not None:
+        prompts, validation = prompts.held_out(data.validation_split, config.train.seed)
+    elif data.validation is not None:
+        validation = read(data.validation, "reading validation prompts")
+        for name in sorted(set(prompts.columns) - set(validation.columns)):
+            refuse_compared(config, name, data.validation)
+            log.warning(
+                f"no record of {data.validation} has the field {name}, which records of {data.train} have: reward "
+                "functions are given None for it in evaluations"
+            )
+        validation = validation.with_columns(prompts.columns)
+    if validation is not None:
+        validation = validation.first(config.train.eval_samples)
+        log.info(f"validation data: {validation.summary(room)}")
     check_rewards(config, launch, prompts.columns, supplied.rewards)
     check_teachers(config, launch, model, tokenizer, prompts.prompts, log.info)
     if rollout.server is not None:
@@ -143,4 +161,18 @@ def read_prompt_data(
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
-    return PromptData(tokenizer=tokenizer, train=loader, rewards=supplied.rewards, tools=tools)
+    return PromptData(tokenizer=tokenizer, train=loader, rewards=supplied.rewards, tools=tools, validation=validation)
+
+
+def _require_known(name: str, prompts: PromptSet, vocabulary: int) -> None:
+    """Refuses prompts with tokens that the model does not have.
+
+    Args:
+        name: of their file.
+        vocabulary: entries of the model's.
+    """
+    if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= vocabulary:
+        raise UserError(
+            f"{name} has token id {largest}, but the model's vocabulary has {vocabulary} entries: set "
+            "data.tokenizer to the tokenizer this model was trained with."
+        )

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from engine.config.run import RunConfig
+from engine.data.tokenizer import Tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
+from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.rank_zero import broadcast_result
 from engine.rollouts.rewards.built_in import compared_column
 from engine.rollouts.rewards.pool import Failures, RewardPool, Sample, Scores
+from engine.rollouts.sampler import Sampled
 from engine.runtime.launch import Launch
 from engine.sentences import listed
 
@@ -64,11 +67,44 @@ def check_rewards(
         raise UserError(str(problem))
 
 
+def refuse_compared(config: RunConfig, column: str, path: str) -> None:
+    """Refuses evaluation data without a column that a reward compares with.
+
+    Args:
+        column: that no record of `path` has.
+    """
+    for entry, source in zip(config.rollout.rewards, config.rollout.reward_sources, strict=True):
+        if compared_column(source) == column:
+            raise UserError(
+                f"rollout.rewards has {entry}, but no record of data.validation {path} has a field {column}: add it."
+            )
+
+
 def _ended_early(samples: Sequence[Sample]) -> list[str]:
     """Returns sentences on completions that ended before their time, because a tool or an environment failed."""
     failures = Failures("environment")
     failures.of_completions += [(place, one.failure) for place, one in enumerate(samples) if one.failure is not None]
     return list(failures.sentences(samples))
+
+
+def samples_of(prompts: Sequence[Prompt], completions: Sequence[Sampled], tokenizer: Tokenizer) -> list[Sample]:
+    """Returns the completions of some prompts, those of the first one first, as reward functions are given them."""
+    members = len(completions) // len(prompts)
+    found = []
+    for place, completion in enumerate(completions):
+        prompt, ids, talk = prompts[place // members], completion.tokens.tolist(), completion.dialogue
+        found.append(
+            Sample(
+                place=str(prompt.place),
+                prompt=prompt.given if talk is None else talk.prompt,
+                completion=prompt.completion(tokenizer.decode(ids)) if talk is None else talk.messages,
+                completion_ids=ids,
+                columns=prompt.columns,
+                environment=None if talk is None else talk.reward,
+                failure=None if talk is None else talk.failure,
+            )
+        )
+    return found
 
 
 class Scorer:
@@ -97,20 +133,28 @@ class Scorer:
         Raises:
             UserError: none of them has a reward, of any function.
         """
-        if not self._config.rollout.rewards:
-            return Scores(rewards=np.zeros((len(samples), 0)), problems=())
-        scoring = None if self._pool is None else self._pool.begin(samples)
-        found: Scores = self._with_environments(samples, broadcast_result(scoring, self._config))
-        if np.isnan(found.rewards).all():
-            early = _ended_early(samples)
-            reason = next(iter((*early, *found.problems)), "every function returned None for all of them")
+        found = self.score_some(samples)
+        if found.rewards.shape[1] and np.isnan(found.rewards).all():
+            first = next(iter(found.problems), "every function returned None for all of them")
+            reason = first.removeprefix("reward ")
             raise UserError(
                 f"no completion of this step could be scored: {reason}; correct the reward function or the "
                 "environment, and start the run again to resume from its last checkpoint."
             )
+        return replace(found, problems=self.worth_saying(found.problems))
+
+    def score_some(self, samples: Sequence[Sample], group: int | None = None) -> Scores:
+        """Returns the scores of completions as `score` does, but not an error where there is none.
+
+        Args:
+            group: completions of each prompt; None for rollout.num_generations.
+        """
+        if not self._config.rollout.rewards:
+            return Scores(rewards=np.zeros((len(samples), 0)), problems=())
+        scoring = None if self._pool is None else self._pool.begin(samples, group)
+        found: Scores = self._with_environments(samples, broadcast_result(scoring, self._config))
         assert found.rewards.dtype == np.float64
-        problems = (*_ended_early(samples), *(f"reward {one}" for one in found.problems))
-        return replace(found, problems=self._worth_saying(problems))
+        return replace(found, problems=(*_ended_early(samples), *(f"reward {one}" for one in found.problems)))
 
     def _with_environments(self, samples: Sequence[Sample], found: Scores) -> Scores:
         """Returns the scores with those that environments gave, and without those of conversations that failed."""
@@ -122,7 +166,7 @@ class Scorer:
         rewards[[place for place, one in enumerate(samples) if one.failure is not None]] = np.nan
         return Scores(rewards=rewards, problems=found.problems)
 
-    def _worth_saying(self, problems: tuple[str, ...]) -> tuple[str, ...]:
+    def worth_saying(self, problems: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the lines to log of a generation batch's failures, given those logged before."""
         left = _SAID - self._said
         self._said += len(problems)

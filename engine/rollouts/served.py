@@ -64,6 +64,18 @@ class Begun(NamedTuple):
     asked: Asked[Answer] | Asked[Sampled] | None
 
 
+class Drawing(NamedTuple):
+    """How a server samples.
+
+    Args:
+        members: completions of each prompt.
+        settings: of sampling.
+    """
+
+    members: int
+    settings: SamplingSettings
+
+
 @dataclass(frozen=True, slots=True)
 class _InThread:
     """A call that runs in its own thread."""
@@ -136,14 +148,15 @@ def unusual(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> tuple[int
     return () if list(ids) == list(tokenizer.encode(tokenizer.decode(ids))) else ids
 
 
-def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
+def sampling_settings(rollout: RolloutOptions, ends: frozenset[int], *, greedy: bool = False) -> SamplingSettings:
     """Returns the sampling settings.
 
     Args:
         ends: tokens that end a completion.
+        greedy: whether the most likely token is taken, whatever the temperature.
     """
     return SamplingSettings(
-        temperature=rollout.temperature,
+        temperature=0.0 if greedy else rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
@@ -196,7 +209,7 @@ class ServedSampler:
         rollout = config.rollout
         self._talk = talk
         self._config, self._training, self._ends = config, training, ends
-        self._settings = sampling_settings(rollout, ends)
+        self._drawing = Drawing(rollout.num_generations, sampling_settings(rollout, ends))
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
         run = hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=4).hexdigest()
         self._prefix = f"rankfold-{run}-"
@@ -228,16 +241,69 @@ class ServedSampler:
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
         """Begins to sample a generation batch with the current adapters; see `take`."""
-        if self._loaded is None or self._loaded[0] != step:
-            trained = gather_trained(self._training)
-            self._publish(
-                step,
-                lambda folder: write_adapter(
-                    trained, self._config, self._training, folder, self._config.rollout.server_kind
-                ),
-            )
-            self._check.check(self._name(step), step)
+        self._deliver(step)
         self._ask(prompts, generation=generation, step=step)
+
+    def evaluate(self, prompts: Sequence[Prompt], drawing: Drawing, *, generation: int, step: int) -> list[Sampled]:
+        """Samples completions with the current adapters beside those that are trained on, and waits for them.
+        Collective.
+
+        Args:
+            drawing: how they are sampled.
+            generation: a number that no generation batch has.
+            step: steps that were taken.
+
+        Raises:
+            UserError: the server failed; on all ranks.
+        """
+        name, beside = self._name(step), self._begun is not None and not self._has(step)
+        if beside:  # the batch under way is sampled by the adapter before
+            name = f"{self._start}evaluation{step}"
+            self._publish_beside(name)
+        else:
+            self._deliver(step)
+        answers: list[Answer | Sampled] = broadcast_result(
+            self._asked(prompts, drawing, name=name, generation=generation), self._config
+        )
+        if beside:
+            self._withdraw(name)
+        return [one if isinstance(one, Sampled) else self._sampled(one) for one in answers]
+
+    def _has(self, step: int) -> bool:
+        return self._loaded is not None and self._loaded[0] == step
+
+    def _deliver(self, step: int) -> None:
+        """Has the server load the current adapters, unless it has them. Collective."""
+        if not self._has(step):
+            self._publish(step, self._writer())
+            self._check.check(self._name(step), step)
+
+    def _writer(self) -> Callable[[Path], Any]:
+        """Returns a function that writes the current adapters into a folder. Collective."""
+        trained, kind = gather_trained(self._training), self._config.rollout.server_kind
+        return lambda folder: write_adapter(trained, self._config, self._training, folder, kind)
+
+    def _publish_beside(self, name: str) -> None:
+        """Has the server load the current adapters, and keep those it has. Collective."""
+        folder, server, write = self._parent / name, self._server, self._writer()
+
+        def publish() -> None:
+            assert server is not None
+            write(folder)
+            server.load(name, str(folder))
+
+        broadcast_result(None if server is None else _InThread.begin(publish), self._config)
+
+    def _withdraw(self, name: str) -> None:
+        """Has the server unload what `_publish_beside` had it load. Collective."""
+        folder, server = self._parent / name, self._server
+
+        def withdraw() -> None:
+            assert server is not None
+            server.unload(name)
+            shutil.rmtree(folder, ignore_errors=True)
+
+        broadcast_result(None if server is None else _InThread.begin(withdraw), self._config)
 
     def begin_again(
         self, prompts: Sequence[Prompt], files: Callable[[str], bytes], *, generation: int, step: int
@@ -321,27 +387,44 @@ class ServedSampler:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _ask(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
-        asked: Asked[Answer] | Asked[Sampled] | None = None
-        if self._server is not None and self._talk is not None:
-            asked = self._ask_for_turns(prompts, self._talk, self._server, generation=generation, step=step)
-        elif self._server is not None:
-            members, seed = self._config.rollout.num_generations, self._config.train.seed
-            questions = [
-                Question(prompts[place // members].ids, completion_seed(seed, generation, place))
-                for place in range(len(prompts) * members)
-            ]
-            asked = self._server.ask(self._name(step), questions, self._settings)
+        asked = self._asked(prompts, self._drawing, name=self._name(step), generation=generation)
         self._begun = Begun(generation, step, asked)
 
+    def _asked(
+        self, prompts: Sequence[Prompt], drawing: Drawing, *, name: str, generation: int
+    ) -> Asked[Answer] | Asked[Sampled] | None:
+        """Asks the server for completions, on rank 0.
+
+        Args:
+            name: of the adapter.
+        """
+        if self._server is None:
+            return None
+        if self._talk is not None:
+            return self._ask_for_turns(prompts, self._talk, self._server, drawing, name=name, generation=generation)
+        members, seed = drawing.members, self._config.train.seed
+        questions = [
+            Question(prompts[place // members].ids, completion_seed(seed, generation, place))
+            for place in range(len(prompts) * members)
+        ]
+        return self._server.ask(name, questions, drawing.settings)
+
     def _ask_for_turns(
-        self, prompts: Sequence[Prompt], talk: Talk, server: CompletionServers, *, generation: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        talk: Talk,
+        server: CompletionServers,
+        drawing: Drawing,
+        *,
+        name: str,
+        generation: int,
     ) -> Asked[Sampled]:
-        rollout, seed, name = self._config.rollout, self._config.train.seed, self._name(step)
-        conversations = [Conversation(talk, prompt) for prompt in prompts for _ in range(rollout.num_generations)]
+        rollout, seed = self._config.rollout, self._config.train.seed
+        conversations = [Conversation(talk, prompt) for prompt in prompts for _ in range(drawing.members)]
 
         def sample(place: int, turn: int, one: Conversation) -> Answer:
             question = Question(one.ids, completion_seed(seed, generation, place, turn))
-            return server.sample(name, place, question, replace(self._settings, max_tokens=one.room))
+            return server.sample(name, place, question, replace(drawing.settings, max_tokens=one.room))
 
         at_once = talk.pool.size if talk.pool.has_environment else rollout.slots * len(rollout.servers)
         return ask_for_turns(conversations, sample, at_once=at_once)

@@ -27,8 +27,9 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
 from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
-from engine.rollouts.data.prompts import Prompt, PromptLoader
+from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
 from engine.rollouts.ends import completion_ends
+from engine.rollouts.evaluation import CompletionValidation, evaluation_sampler
 from engine.rollouts.figures import OVERLONG, SHOWN, format_completions, mismatch, step_figures
 from engine.rollouts.objective.advantages import (
     Advantages,
@@ -40,7 +41,7 @@ from engine.rollouts.objective.advantages import (
 from engine.rollouts.objective.policy import row_weight
 from engine.rollouts.rewards.pool import Sample
 from engine.rollouts.sampler import Sampled, Sampler
-from engine.rollouts.scorer import Scorer
+from engine.rollouts.scorer import Scorer, samples_of
 from engine.rollouts.served import ServedSampler
 from engine.rollouts.teachers.differences import divergences, token_advantages
 from engine.rollouts.teachers.teachers import Teachers
@@ -67,6 +68,7 @@ class RolloutSource:
         tokenizer: of the model.
         rewards: functions of a Python program, by their names.
         tools: that the model may call; None for none.
+        validation: held-out prompts; None for none.
         metrics: gets completions with their rewards.
         say: prints a line on rank 0.
         run_dir: the run's folder.
@@ -85,6 +87,7 @@ class RolloutSource:
         *,
         rewards: Mapping[str, Callable[..., Any]],
         tools: Tools | None = None,
+        validation: PromptSet | None = None,
         metrics: MetricsWriter,
         say: Callable[[str], None],
         run_dir: Path,
@@ -110,6 +113,14 @@ class RolloutSource:
             )
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns, in_program=rewards)
         self._teachers = Teachers(config, launch, training) if config.distillation.teachers else None
+        self.validation: CompletionValidation | None = None
+        if validation is not None:
+            sample = evaluation_sampler(
+                config, training, self._sampler, ends=ends, longest_prompt=validation.longest, say=say, talk=talk
+            )
+            self.validation = CompletionValidation(
+                config, validation, sample=sample, scorer=self._scorer, tokenizer=tokenizer, say=say
+            )
         self._open: OpenBuffer | None = None
         self._generation, self._prompts_answered = 0, 0
         """The number of the next buffer, and the prompts that earlier ones have taken."""
@@ -280,7 +291,7 @@ class RolloutSource:
         self._begin_next(step, last)
         sampled = time.monotonic()
         self.work_seconds[ROLLOUT] += sampled - begin
-        samples = self._samples(prompts, completions)
+        samples = samples_of(prompts, completions, self._tokenizer)
         scores = self._scorer.score(samples)
         for problem in scores.problems:
             self._say(f"warning: step {step + 1}: {problem}")
@@ -341,24 +352,6 @@ class RolloutSource:
                 "rollout.mismatch_bound."
             )
         self._say(f"warning: {line}{', for which losses are corrected' if rollout.corrects_sampler else ''}")
-
-    def _samples(self, prompts: Sequence[Prompt], completions: Sequence[Sampled]) -> list[Sample]:
-        members = self._config.rollout.num_generations
-        found = []
-        for place, completion in enumerate(completions):
-            prompt, ids, talk = prompts[place // members], completion.tokens.tolist(), completion.dialogue
-            found.append(
-                Sample(
-                    place=str(prompt.place),
-                    prompt=prompt.given if talk is None else talk.prompt,
-                    completion=prompt.completion(self._tokenizer.decode(ids)) if talk is None else talk.messages,
-                    completion_ids=ids,
-                    columns=prompt.columns,
-                    environment=None if talk is None else talk.reward,
-                    failure=None if talk is None else talk.failure,
-                )
-            )
-        return found
 
     def _advantages(self, rewards_NF: NDArray[np.float64]) -> Advantages:
         """Returns the advantages of a generation batch's rewards and penalties."""

@@ -39,6 +39,7 @@ class TrainedSampler:
         longest_prompt: tokens of the longest prompt.
         say: prints a line on rank 0.
         talk: what completions of several turns share; on ranks that lead no copy of the model without processes.
+        greedy: whether the most likely token is taken, whatever the temperature.
     """
 
     elsewhere = False
@@ -54,6 +55,7 @@ class TrainedSampler:
         longest_prompt: int,
         say: Callable[[str], None],
         talk: Talk | None = None,
+        greedy: bool = False,
     ) -> None:
         self._training, self._rollout, self._say, self._talk = training, config.rollout, say, talk
         rollout, mesh = config.rollout, training.mesh
@@ -66,7 +68,7 @@ class TrainedSampler:
             prefill_tokens=4096 if talk is None else 1,
         )
         self._sampling = Sampling(
-            temperature=rollout.temperature,
+            temperature=0.0 if greedy else rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
             min_p=rollout.min_p,

@@ -51,9 +51,9 @@ class EvaluationEvent:
     Args:
         step: steps taken before it.
         samples: of training data consumed.
-        loss: mean over the targets of the validation data.
+        loss: mean over the targets of the validation data; NaN where completions of its prompts are sampled.
         seconds: wall time.
-        figures: the objective's further figures by name.
+        figures: the objective's further figures by name, or those of the completions.
     """
 
     step: int

@@ -1,10 +1,10 @@
 """The metrics file: one JSON object per line, numbers exactly as they were computed.
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
-and eval_loss; an evaluation of tasks has step, task_seconds and each figure by TASK/METRIC; a checkpoint has step,
-save_pause_seconds and save_seconds, once it is complete; a note has step and note; the counts of rows sent to each
-expert of a mixture have step and expert_rows. Only one rank writes. A run that resumes at step s first drops the
-records after s, which it will write again.
+and eval_loss, or eval_seconds and figures eval/NAME where completions are sampled; an evaluation of tasks has step,
+task_seconds and each figure by TASK/METRIC; a checkpoint has step, save_pause_seconds and save_seconds, once it is
+complete; a note has step and note; the counts of rows sent to each expert of a mixture have step and expert_rows. Only
+one rank writes. A run that resumes at step s first drops the records after s, which it will write again.
 """
 
 from __future__ import annotations
@@ -88,6 +88,14 @@ class MetricsWriter:
         """Writes the record of an evaluation after `step` steps; `more` are further figures of it."""
         self.write({"step": step, "eval_loss": eval_loss, **more})
 
+    def completions(self, *, step: int, figures: Mapping[str, float], seconds: float) -> None:
+        """Writes the record of an evaluation that sampled completions after `step` steps.
+
+        Args:
+            figures: by their names, which begin with eval/.
+        """
+        self.write({"step": step, "eval_seconds": seconds, **figures})
+
     def tasks(self, *, step: int, figures: Mapping[str, float], score: float | None, seconds: float) -> None:
         """Writes the record of an evaluation of tasks after `step` steps.
 
@@ -119,8 +127,12 @@ class MetricsWriter:
                     f"The metrics file {self._path} cannot be written ({error.strerror}): make room there, or set "
                     "log.metrics to null, and start the run again to resume from its last checkpoint."
                 ) from None
-        group = "eval" if {"eval_loss", "task_seconds"} & record.keys() else "train"
-        figures = {f"{group}/{key}": float(value) for key, value in record.items() if isinstance(value, int | float)}
+        group = "eval" if {"eval_loss", "eval_seconds", "task_seconds"} & record.keys() else "train"
+        figures = {
+            f"{group}/{key.removeprefix('eval/')}": float(value)
+            for key, value in record.items()
+            if isinstance(value, int | float)
+        }
         step = figures.pop(f"{group}/step")
         if figures:
             self._trackers.figures(int(step), figures)
@@ -179,18 +191,21 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class RecordedEvaluation(NamedTuple):
-    """What a metrics file has of the evaluations after a step: the loss, whether tasks were evaluated, and the score of
-    checkpoint.best; None for what it has not."""
+    """What a metrics file has of the evaluations after a step: the figure of the validation data, whether tasks were
+    evaluated, and the score of checkpoint.best; None for what it has not."""
 
     loss: float | None = None
     has_tasks: bool = False
     score: float | None = None
 
 
-def recorded_evaluation(path: Path, step: int) -> RecordedEvaluation:
+def recorded_evaluation(path: Path, step: int, figure: str = "eval_loss") -> RecordedEvaluation:
     """Returns what a metrics file has of the newest evaluations after `step` steps.
 
     Lines that are not records are skipped: `MetricsWriter.truncate_after` refuses them.
+
+    Args:
+        figure: of the validation data.
 
     Raises:
         UserError: the file cannot be read.
@@ -203,7 +218,7 @@ def recorded_evaluation(path: Path, step: int) -> RecordedEvaluation:
         found = [record[key] for record in records if isinstance(record.get(key), int | float)]
         return float(found[-1]) if found else None
 
-    return RecordedEvaluation(newest("eval_loss"), newest("task_seconds") is not None, newest("score"))
+    return RecordedEvaluation(newest(figure), newest("task_seconds") is not None, newest("score"))
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,7 +13,58 @@ from engine.config.train import TrainOptions
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
+from engine.objectives.objective import Objective, figures_to_show
 from engine.training.rank_stages import Stages
+
+
+class Validated(NamedTuple):
+    """The outcome of an evaluation of validation data.
+
+    Args:
+        loss: mean over the targets; NaN where there are none, because completions are sampled.
+        figures: further ones, by name.
+        shown: words for the log.
+    """
+
+    loss: float
+    figures: Mapping[str, float]
+    shown: str
+
+
+class Validation(Protocol):
+    """Validation data, and how the model is evaluated on it."""
+
+    def run(self, step: int, check: Callable[[], None]) -> Validated:
+        """Evaluates the current model. Collective, and the same on all ranks.
+
+        Args:
+            step: steps that were taken.
+            check: called at places that all ranks pass in the same order; may leave the evaluation with an exception.
+
+        Raises:
+            UserError: the evaluation cannot be made.
+        """
+        ...
+
+
+class RowValidation:
+    """Rows whose targets give a loss; see `Validation`.
+
+    Args:
+        stages, mesh, objective: of the run.
+        loader: of the rows.
+    """
+
+    def __init__(self, stages: Stages, mesh: Mesh, objective: Objective, loader: EvalLoader) -> None:
+        self._stages, self._mesh, self._objective, self._loader = stages, mesh, objective, loader
+
+    def run(self, step: int, check: Callable[[], None]) -> Validated:
+        loss, *metrics = evaluate(self._stages, self._loader, self._mesh, progress=lambda _: check())
+        figures = self._objective.named(metrics)
+        words = [f"evaluation loss {loss:.4f}"]
+        words += [f"{name} {value:.4g}" for name, value in figures_to_show(self._objective, figures).items()]
+        equal = " (the model still equals its reference)" if figures.get("margin") == 0 else ""
+        return Validated(loss, figures, f"{', '.join(words)}{equal}")
 
 
 def is_due(options: TrainOptions, step: int, *, ends: bool = False) -> bool:

@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from engine.config.run import RunConfig
-from engine.data.loader import EvalLoader
 from engine.errors import UserError
-from engine.objectives.objective import Objective, figures_to_show
 from engine.sentences import listed
 from engine.telemetry.format import format_duration
 from engine.telemetry.listener import EvaluationEvent, TasksEvent
 from engine.telemetry.metrics import MetricsWriter
-from engine.training.build import Training
-from engine.training.evaluate import evaluate, is_due
+from engine.training.evaluate import Validation, is_due
 
 Ending = Literal["target", "patience"]
 """The option by which an evaluation ends a run: train.target_eval_loss, or train.early_stopping_patience."""
@@ -49,9 +46,9 @@ class BestLoss:
     """The outcome of the evaluations so far, part of a checkpoint's state.
 
     Args:
-        loss: the lowest.
+        loss: the lowest loss, or the lowest negated figure where completions are sampled.
         step: after which it was found; -1 before the first evaluation.
-        last: the newest loss.
+        last: the newest.
         seen: step of the newest evaluation; -1 before the first.
         misses: evaluations in a row whose loss was not lower than `mark` by the margin that counts.
         mark: the loss that they are compared with.
@@ -121,8 +118,8 @@ class Evaluations:
     """The evaluations of one run. Collective: every rank makes the same calls.
 
     Args:
-        config, training: of the run.
-        loader: the validation data; None evaluates nothing.
+        config: of the run.
+        validation: the validation data; None evaluates nothing.
         metrics: gets a record of each evaluation.
         say: prints a line on rank 0.
         best: outcome of earlier evaluations.
@@ -132,8 +129,7 @@ class Evaluations:
     def __init__(
         self,
         config: RunConfig,
-        training: Training,
-        loader: EvalLoader | None,
+        validation: Validation | None,
         *,
         metrics: MetricsWriter,
         say: Callable[[str], None],
@@ -141,11 +137,12 @@ class Evaluations:
         tasks: TaskEvaluation | None = None,
     ) -> None:
         self._tasks, self._every, self._judge = tasks, config.evaluation.every, config.checkpoint.best
-        self._options, self._training, self._loader = config.train, training, loader
+        self._by_validation = config.checkpoint.judges_by_validation
+        self._options, self._validation, self._figure = config.train, validation, config.evaluated_figure
         self._metrics, self._say = metrics, say
         self.best = best
         self.losses: list[tuple[int, float]] = []
-        """Step and loss of this start's evaluations."""
+        """Step and loss, or the figure that takes its place, of this start's evaluations."""
 
     def is_due(self, step: int, *, ends: bool = False) -> bool:
         """Returns whether the validation data or the tasks are evaluated after `step` steps, and have not been; `ends`:
@@ -154,7 +151,7 @@ class Evaluations:
 
     def loss_is_due(self, step: int, *, ends: bool = False) -> bool:
         """Returns `is_due` of the validation data."""
-        return self._loader is not None and self.best.seen != step and is_due(self._options, step, ends=ends)
+        return self._validation is not None and self.best.seen != step and is_due(self._options, step, ends=ends)
 
     def tasks_are_due(self, step: int, *, ends: bool = False) -> bool:
         """Returns `is_due` of the tasks."""
@@ -164,7 +161,7 @@ class Evaluations:
     @property
     def kept(self) -> tuple[int, float]:
         """The step of the best checkpoint so far, -1 for none, and its figure."""
-        return self.best.kept(by_loss=self._judge == "loss")
+        return self.best.kept(by_loss=self._by_validation)
 
     @property
     def ending(self) -> Ending | None:
@@ -173,13 +170,16 @@ class Evaluations:
 
     def count(self, found: EvaluationEvent) -> None:
         """Counts an evaluation as one of the run's own, which decide when it ends and which checkpoint is the best."""
-        step = found.step
-        self.best.take(step, found.loss, min_delta=self._options.early_stopping_min_delta)
-        self.losses.append((step, found.loss))
+        step, figure = found.step, self._figure
+        value = found.loss if figure is None else found.figures[figure]
+        self.best.take(step, value if figure is None else -value, min_delta=self._options.early_stopping_min_delta)
+        self.losses.append((step, value))
         if self.ending == "patience":
+            mark = self.best.mark if figure is None else -self.best.mark
+            moved = "the evaluation loss has not come below" if figure is None else f"{figure} has not risen above"
             self._say(
-                f"step {step}: the evaluation loss has not come below {self.best.mark:.4f} for {self.best.misses} "
-                "evaluations: early stopping (train.early_stopping_patience)"
+                f"step {step}: {moved} {mark:.4f} for {self.best.misses} evaluations: early stopping "
+                "(train.early_stopping_patience)"
             )
 
     def run_tasks(self, step: int, consumed: int, check: Callable[[], None]) -> TasksEvent:
@@ -196,7 +196,7 @@ class Evaluations:
         found = self._tasks.run(check)
         seconds = time.monotonic() - began
         figures = {name: one.value for name, one in found.items()}
-        score = None if self._judge == "loss" else _score(found, self._judge)
+        score = None if self._by_validation else _score(found, self._judge)
         self.best.take_score(step, score)
         self._metrics.tasks(step=step, figures=figures, score=score, seconds=seconds)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
@@ -210,15 +210,16 @@ class Evaluations:
             step, consumed: steps taken, and samples of training data.
             check: called between groups of micro-batches; may leave the evaluation with an exception.
         """
-        assert self._loader is not None
-        training, began = self._training, time.monotonic()
-        loss, *metrics = evaluate(training.stages, self._loader, training.mesh, progress=lambda _: check())
+        assert self._validation is not None
+        began = time.monotonic()
+        found = self._validation.run(step, check)
         seconds = time.monotonic() - began
-        more = training.objective.named(metrics)
-        self._metrics.evaluation(step=step, eval_loss=loss, seconds=seconds, **more)
-        shown = _format_metrics(training.objective, more)
-        self._say(f"step {step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
-        return EvaluationEvent(step=step, samples=consumed, loss=loss, seconds=seconds, figures=more)
+        if self._figure is None:
+            self._metrics.evaluation(step=step, eval_loss=found.loss, seconds=seconds, **found.figures)
+        else:
+            self._metrics.completions(step=step, figures=found.figures, seconds=seconds)
+        self._say(f"step {step}: {found.shown} ({format_duration(seconds)})")
+        return EvaluationEvent(step=step, samples=consumed, loss=found.loss, seconds=seconds, figures=found.figures)
 
 
 def _score(figures: Mapping[str, TaskFigure], name: str) -> float:
@@ -246,8 +247,3 @@ def ending(best: BestLoss, *, target: float | None, patience: int | None) -> End
     if target is not None and best.last <= target:
         return "target"
     return "patience" if patience is not None and best.misses >= patience else None
-
-
-def _format_metrics(objective: Objective, more: dict[str, float]) -> str:
-    text = "".join(f", {name} {value:.4g}" for name, value in figures_to_show(objective, more).items())
-    return f"{text} (the model still equals its reference)" if more.get("margin") == 0 else text

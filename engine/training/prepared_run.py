@@ -79,10 +79,13 @@ class PreparedRun:
                 saved=listener.saved,
             )
         )
+        self.source = opened.enter_context(
+            data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path)
+        )
+        """The source of the steps."""
         self.evaluations = Evaluations(
             config,
-            training,
-            data.validation,
+            self.source.validation,
             metrics=metrics,
             say=say,
             best=start.best,
@@ -90,10 +93,6 @@ class PreparedRun:
         )
         self.samples = _text_samples(config, training, read)
         """Run between the steps; None where no samples are asked for."""
-        self.source = opened.enter_context(
-            data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path)
-        )
-        """The source of the steps."""
         if start.resume is not None:
             self.source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
         self.forecast: str | None = None

@@ -122,13 +122,14 @@ class StartingPoint:
         """Returns checkpoint.best of the run that wrote the checkpoint."""
         return str(flat_options(self.run_config).get("checkpoint.best", "loss"))
 
-    def best_with(self, known: RecordedEvaluation, *, min_delta: float, same_judge: bool) -> BestLoss:
+    def best_with(self, known: RecordedEvaluation, *, min_delta: float, same_judge: bool, samples: bool) -> BestLoss:
         """Returns the outcome of all evaluations.
 
         Args:
             known: the evaluations after `step` steps, which the checkpoint may lack.
             min_delta: by which a loss must be lower to count.
             same_judge: whether checkpoint.best is as it was; scores of another figure do not count.
+            samples: whether evaluations sample completions, which checkpoint.best compares.
         """
         best = BestLoss.of_state(self.best.state())
         if known.loss is not None:
@@ -137,4 +138,6 @@ class StartingPoint:
             best.take_score(self.step, known.score)
         if not same_judge:
             best.score, best.score_step = BestLoss().score, -1
+            if samples:  # whose figure is then another
+                best.loss, best.step, best.mark, best.misses = BestLoss().loss, -1, BestLoss().mark, 0
         return best

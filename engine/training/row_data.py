@@ -21,6 +21,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.data_sets import DataSets, show_samples
+from engine.training.evaluate import RowValidation
 from engine.training.node_data import NodeData
 from engine.training.row_shape import shape_of_launch
 from engine.training.run_data import Supplied
@@ -82,7 +83,9 @@ class RowData:
         say: Callable[[str], None],
         run_dir: Path,
     ) -> RowSource:
-        return RowSource(self.train)
+        if self.validation is None:
+            return RowSource(self.train)
+        return RowSource(self.train, RowValidation(training.stages, training.mesh, training.objective, self.validation))
 
 
 def read_rows(

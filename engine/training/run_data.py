@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.data.loader import EvalLoader
 from engine.data.order import DataOrder
 from engine.data.sources import Sources
 from engine.data.tokenizer import Tokenizer
@@ -64,6 +63,13 @@ class TrainingSamples(Protocol):
         ...
 
 
+class ValidationSamples(Protocol):
+    """The samples that a run is evaluated on, on this rank."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+
 class RunData(Protocol):
     """The data of a run on this rank."""
 
@@ -79,7 +85,7 @@ class RunData(Protocol):
         ...
 
     @property
-    def validation(self) -> EvalLoader | None: ...
+    def validation(self) -> ValidationSamples | None: ...
 
     def earlier_order(self, before: RunConfig) -> DataOrder:
         """Returns the order that this data has under an earlier configuration of the run."""

@@ -69,8 +69,15 @@ def find_start(
     point = StartingPoint.of(check_state(resume, config, source, plan, log.info, looks_at_files=launch.rank == 0))
     # an evaluation after the checkpoint's step may have been recorded after the checkpoint was written
     name = config.log.metrics
-    recorded = None if name is None or launch.rank else recorded_evaluation(folder.path / name, point.step)
-    known = cast(RecordedEvaluation, broadcast_object(recorded or RecordedEvaluation()))
+    figure = config.evaluated_figure
+    recorded = RecordedEvaluation()
+    if name is not None and not launch.rank:
+        recorded = recorded_evaluation(folder.path / name, point.step, figure or "eval_loss")
+    known = cast(RecordedEvaluation, broadcast_object(recorded))
+    if figure is not None and known.loss is not None:
+        known = known._replace(loss=-known.loss)
     same = point.judged_by() == config.checkpoint.best
-    best = point.best_with(known, min_delta=config.train.early_stopping_min_delta, same_judge=same)
+    best = point.best_with(
+        known, min_delta=config.train.early_stopping_min_delta, same_judge=same, samples=figure is not None
+    )
     return Start(resume=resume, point=point, best=best)

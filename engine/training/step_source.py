@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from engine.batch import Batch
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.data.loader import DataLoader
+from engine.training.evaluate import Validation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,11 @@ class StepSource(Protocol):
         """The figures of its rows that a progress line shows, and their names there."""
         ...
 
+    @property
+    def validation(self) -> Validation | None:
+        """The validation data; None where there are none."""
+        ...
+
     def sentence(self) -> str:
         """Returns the log line on the order of samples."""
         ...
@@ -116,10 +122,11 @@ class RowSource:
 
     Args:
         loader: reads them.
+        validation: rows to evaluate; None for none.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader, validation: Validation | None = None) -> None:
+        self._loader, self.validation = loader, validation
         self.num_micro_batches = loader.num_micro_batches
         self.work_seconds: Mapping[str, float] = {}
         self.shown: Mapping[str, str] = {}

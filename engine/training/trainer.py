@@ -186,7 +186,8 @@ class Trainer:
             how_far=run.step_plan.how_far(self.step),
             eval_losses=_ends(run.evaluations.losses),
             best=self._best_checkpoint(),
-            judge="evaluation loss" if self._config.checkpoint.judges_by_loss else self._config.checkpoint.best,
+            evaluated=self._config.evaluated_figure or "evaluation loss",
+            judge=self._judge,
             tokens=run.reporter.tokens,
             seconds=seconds,
             memory=peak_memory_bytes(),
@@ -195,14 +196,23 @@ class Trainer:
             stopped=stopped,
         )
 
+    @property
+    def _judge(self) -> str:
+        """The figure that decides which checkpoint is the best."""
+        options = self._config.checkpoint
+        by_validation = self._config.evaluated_figure or "evaluation loss"
+        return by_validation if options.judges_by_validation else options.best
+
     def _best_checkpoint(self) -> str | None:
         """Describes the best evaluation and its checkpoint, where that is kept."""
         options, (step, figure) = self._config.checkpoint, self._run.evaluations.kept
+        if options.judges_by_validation and self._config.evaluated_figure is not None:
+            figure = -figure
         if not options.keep_best or step < 0:
             return None
         folder = checkpoint_folder(self._run.folder.path, step)
         kept = f"kept in {short_path(folder)}" if step else "before training"
-        return f"{figure if options.judges_by_loss else abs(figure):.4f} (step {step}), {kept}"
+        return f"{figure if options.judges_by_validation else abs(figure):.4f} (step {step}), {kept}"
 
     def _sample(self) -> None:
         """Shows the current model's continuations of the prompts, where there are any and they have not been shown."""

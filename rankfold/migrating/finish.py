@@ -65,6 +65,9 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     set_rates(conversion)
     _batch(conversion, trainer, int(processes), said=bool(ranks or said))
     _evaluation(conversion, int(processes))
+    evaluates = any(conversion.options.get(name) for name in ("data.validation", "data.validation_split"))
+    if "rollout.eval_generations" in conversion.options and not evaluates:
+        conversion.remove("rollout.eval_generations", "nothing is evaluated")
     _betas(conversion, trainer)
     _weights_in_host_memory(conversion)
     _trackers(conversion)

@@ -16,7 +16,7 @@ from rankfold.reporting.rollouts import completions, policy, rewards, samples
 from rankfold.reporting.settings import configuration, environment
 from rankfold.reporting.style import STYLE
 from rankfold.reporting.summary import header, summary
-from rankfold.reporting.tasks import tasks
+from rankfold.reporting.tasks import evaluated, tasks
 
 _HINTS = {"Bandwidth": "log.communication true measures it"}
 
@@ -28,6 +28,7 @@ def page(runs: Sequence[Run]) -> str:
     sections = [
         *([options] if len(runs) > 1 else []),
         *([("Reward", rewards(runs))] if rolls_out else []),
+        *([("Evaluation", evaluated(runs))] if any(run.evaluated for run in runs) else []),
         ("Loss", loss(runs)),
         *([("Tasks", tasks(runs))] if any(run.tasks for run in runs) else []),
         *(

@@ -58,6 +58,7 @@ class Run:
         steps: records of training steps, by their order.
         evaluations: records of evaluations.
         tasks: records of evaluations of tasks.
+        evaluated: records of evaluations that sampled completions.
         ranks: rank -> its records.
         config: sections of options; empty where there is no such file.
         environment: the recorded machine and layout; empty likewise.
@@ -76,6 +77,7 @@ class Run:
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     texts: Sequence[tuple[int, str]] = ()
     tasks: Sequence[Record] = ()
+    evaluated: Sequence[Record] = ()
     notes: list[str] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
@@ -166,6 +168,7 @@ def _read(path: Path, name: str) -> Run:
         steps=_newest([record for record, given in records if "loss" in given]),
         evaluations=[record for record, given in records if "eval_loss" in given],
         tasks=_newest([record for record, given in records if "task_seconds" in given]),
+        evaluated=_newest([record for record, given in records if "eval_seconds" in given]),
         texts=[(record.step, record.text) for record, _ in records if record.text is not None],
         ranks={
             int(match[1]): _newest([record for record, _ in _records(file, notes)]) for match, file in found if match

@@ -27,6 +27,7 @@ arguments = GRPOConfig(
     importance_sampling_level="sequence", scale_rewards=False, reward_weights=[1.0, 0.5], top_k=0, top_p=0.9,
     temperature=0.8, mask_truncated_completions=True, disable_dropout=True, use_vllm=True, vllm_mode="colocate",
     vllm_importance_sampling_correction=True, log_completions=True, eval_strategy="steps", eval_steps=10,
+    num_generations_eval=4, metric_for_best_model="eval_reward", load_best_model_at_end=True,
     sync_ref_model=True, min_p=0.1, repetition_penalty=1.2, vespo_k_pos=1.5, bf16=True,
 )
 trainer = GRPOTrainer(
@@ -53,9 +54,10 @@ def test_trls_grpo(tmp_path: Path) -> None:
     # eight passes of four completions on two processes, of which four are an optimizer step
     assert (rollout.steps_per_generation, config.train.global_batch_size) == (2, 32)
     assert (config.lora.rank, config.lora.dropout, config.optim.lr) == (32, 0.0, 2e-5)
-    assert config.train.eval_every == 0 and config.data.validation is None
+    assert config.train.eval_every == 10 and rollout.eval_generations == 4 and config.checkpoint.keep_best
+    assert config.data.validation == "path/to/validation.jsonl", "a place to fill"
     lacking = [note.partition(" ")[0] for note in conversion.notes if "has no counterpart" in note]
-    assert lacking == ["eval_strategy", "sync_ref_model"]
+    assert lacking == ["sync_ref_model"]
     assert (rollout.min_p, rollout.repetition_penalty, objective.vespo_k_pos) == (0.1, 1.2, 2.0)
     assert any(line.startswith("rollout.rewards: put short, right into rewards.py") for line in conversion.to_fill)
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.data.build import Advance, Paths, given_by, read_chunks
 from engine.data.formats import conversation_turns, refuse_images, refuse_unusable, string_field
+from engine.data.hold_out import held_out_rows
 from engine.data.order import DataOrder
 from engine.data.overlong import Fate, LongRecords, Measures, RecordKind
 from engine.data.record_files import Place, Record
@@ -91,6 +93,37 @@ class PromptSet:
         for prompt in self.prompts:
             digest.update(json.dumps([prompt.ids, prompt.given, prompt.columns]).encode())
         return digest.hexdigest()
+
+    def with_columns(self, names: Sequence[str]) -> PromptSet:
+        """Returns the same prompts with these columns alone, None where a record has none of the name."""
+        whole = tuple(replace(one, columns={name: one.columns.get(name) for name in names}) for one in self.prompts)
+        return replace(self, prompts=whole, columns=tuple(names))
+
+    def held_out(self, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
+        """Returns the prompts to train on and those to evaluate, each prompt in one of them and in its old order.
+
+        Args:
+            share: of the prompts that are held out, rounded, and at least one.
+            seed: which ones.
+
+        Raises:
+            UserError: no prompt would be left to train on.
+        """
+        held, order = held_out_rows(len(self.prompts), share, seed, unit="prompt")
+        return self._some(order[held:]), self._some(order[:held])
+
+    def first(self, count: int | None) -> PromptSet:
+        """Returns the first prompts; None for all."""
+        return self._some(np.arange(len(self.prompts))[:count])
+
+    def _some(self, places: NDArray[np.int64]) -> PromptSet:
+        kept = tuple(self.prompts[place] for place in np.sort(places).tolist())
+        return replace(self, prompts=kept, longest=max(len(prompt.ids) for prompt in kept))
+
+    @property
+    def num_samples(self) -> int:
+        """Prompts."""
+        return len(self.prompts)
 
     def summary(self, room: int) -> str:
         """Returns a line for the log.

@@ -270,11 +270,16 @@ class RewardPool:
             problems = [f"{files} cannot be loaded ({failure})"]
         return f"rollout.rewards: {problems[0]}; correct the file, or the entry." if problems else None
 
-    def begin(self, samples: Sequence[Sample]) -> Scoring:
-        """Starts to score completions."""
+    def begin(self, samples: Sequence[Sample], group: int | None = None) -> Scoring:
+        """Starts to score completions.
+
+        Args:
+            group: samples that belong together, where these are others than usual.
+        """
+        group = group or self._group
         rewards = np.full((len(samples), len(self._sources)), np.nan)
         failures = [Failures(source.name) for source in self._sources]
-        size = -(-len(samples) // (self._num_workers * self._group)) * self._group
+        size = -(-len(samples) // (self._num_workers * group)) * group
         chunks = [range(first, min(first + size, len(samples))) for first in range(0, len(samples), max(size, 1))]
 
         def score(function: int, chunk: range) -> None:

@@ -43,7 +43,8 @@ class RunSummary:
         loss_course: the loss at the beginning and at the end of this start, as a report shows it: means of a long run's
             steps.
         how_far: the share of the whole run that has been done.
-        eval_losses: step and loss of the first and the last evaluation of this start.
+        eval_losses: step and loss of the first and the last evaluation of this start, or the figure in its place.
+        evaluated: the name of that figure.
         tokens: of this start's steps.
         seconds: of this start's steps.
         memory: peak bytes held by this rank.
@@ -67,6 +68,7 @@ class RunSummary:
     data_stall: float = 0.0
     graphs: str | None = None
     best: str | None = None
+    evaluated: str = "evaluation loss"
     judge: str = "evaluation loss"
     stopped: str | None = None
 
@@ -81,7 +83,7 @@ class RunSummary:
         if self.loss_course:
             rows.append(("training loss", self.loss_course))
         if self.eval_losses:
-            rows.append(("evaluation loss", first_to_last(self.eval_losses)))
+            rows.append((self.evaluated, first_to_last(self.eval_losses)))
         if self.best is not None:
             rows.append((f"best {self.judge}", self.best))
         if self.seconds > 0:

@@ -11,7 +11,6 @@ from rankfold.migrating.conversion import Conversion, names, number, other_objec
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import shared
 
-_NO_EVALUATION = "rollouts are not evaluated"
 _ELSEWHERE = "rewards.py"
 """A file for the functions of a script, which must not run when they are loaded."""
 _TOOLS = "tools.py"
@@ -133,9 +132,6 @@ def complete(conversion: Conversion) -> None:
             conversion.remove(name, f"{loss} has no limits")
     if facts.get("bias_correction") is False and options.get("objective.beta"):
         conversion.set_default("derived", "use_bias_correction_kl", "objective.kl_bias_correction", False)
-    for name in ("data.validation", "data.validation_split", "train.early_stopping_patience"):
-        if name in options:
-            conversion.remove(name, _NO_EVALUATION)
     if "rollout.rewards" not in options:
         options["rollout.rewards"] = [f"{_ELSEWHERE}:reward"]
         if not any(line.startswith("rollout.rewards") for line in conversion.to_fill):

@@ -124,6 +124,24 @@ class Embeddings(BatchPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Routes(BatchPart):
+    """The experts that another program chose for each token, where it sampled them: routers take them in place of their
+    own choice.
+
+    Args:
+        experts_MKBS: uint8 or int16, the k experts of each token in each of M layers; the largest number of the dtype
+            where none are known.
+        layers: numbers of these layers in the whole model.
+        differing: int64 [2], on the model's device, to which routers add the tokens whose own choice is another set of
+            experts, and all whose experts are known; None for nothing.
+    """
+
+    experts_MKBS: Tensor
+    layers: tuple[int, ...]
+    differing: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """One micro-batch, or the part of it that a context-parallel rank holds: some columns of every row.
 

@@ -62,6 +62,7 @@ DECODE_GRAPHS: tuple[DecodeGraph, ...] = get_args(DecodeGraph)
 Remainder = Literal["renormalize", "bucket"]
 ServerKind = Literal["vllm", "sglang"]
 """Whose server samples completions."""
+RouterReplay = Literal["auto", "on", "off"]
 Mismatch = Literal["warn", "correct", "stop"]
 ToolFormat = Literal["hermes", "qwen_xml", "llama", "mistral", "harmony"]
 """How a model writes calls of tools."""

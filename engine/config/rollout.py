@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from engine.choices import DecodeGraph, Mismatch, ServerKind, ToolFormat
+from engine.choices import DecodeGraph, Mismatch, RouterReplay, ServerKind, ToolFormat
 from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 from engine.config.paths import at_home
@@ -104,6 +104,9 @@ class RolloutOptions:
             served_adapters in the run's folder.
         check_delivery: Ask each server, after each adapter that it was given, for the log-probabilities of some
             prompts, and end the run where they are not those of that adapter; at rollout.temperature 1 alone.
+        router_replay: Whether a mixture of experts is trained with the experts that the server chose for each token,
+            which it returns where it was started with --enable-return-routed-experts: "on", "off", or "auto" where it
+            returns them.
         overlap: Sample the next generation batch while this one is trained on, with the adapters from before it; only
             with rollout.server.
         mismatch: Reaction where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"
@@ -147,6 +150,7 @@ class RolloutOptions:
     server_timeout: float = option(600.0, IGNORED)
     adapter_dir: str | None = option(None, IGNORED)
     check_delivery: bool = option(True, IGNORED)
+    router_replay: RouterReplay = option("auto", REPORTED)
     overlap: bool = option(False, REPORTED)
     mismatch: Mismatch = option("warn", REPORTED)
     mismatch_bound: float = option(0.1, REPORTED)

@@ -69,6 +69,7 @@ class MLPWithExperts(RoutedMLP):
             prefix,
             sizes,
             hidden=config.hidden,
+            layer=place.index,
             first_site=place.further_site,
             shared_site=place.further_site,  # of the router alone, which takes the one after the next
             build=build,

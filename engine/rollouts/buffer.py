@@ -41,6 +41,8 @@ class Buffer:
         old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
             completion is trained on once, right after the trainer's own model sampled it.
         teacher_logps: float32 [K, tokens] of each completion, by each teacher; None without teachers.
+        routes_differ: share of the pairs of a token and a layer for which the trainer would have chosen other experts
+            than the server did; None where the server's are not known.
     """
 
     generation: int
@@ -54,6 +56,7 @@ class Buffer:
     lag: int = 0
     old_logps: tuple[NDArray[np.float32], ...] | None = None
     teacher_logps: tuple[NDArray[np.float32], ...] | None = None
+    routes_differ: float | None = None
 
     @property
     def group(self) -> int:
@@ -90,6 +93,7 @@ class Buffer:
             "sampled_logps": np.concatenate([one.logps for one in self.completions]),
             "truncated": np.array([one.truncated for one in self.completions], dtype=np.bool_),
             **_turn_arrays(self.completions),
+            **_route_arrays(self.completions),
             "rewards": self.rewards_NF,
             "advantages": self.advantages,
             "uniform": self.uniform,
@@ -98,6 +102,8 @@ class Buffer:
             arrays["old_logps"] = np.concatenate(self.old_logps)
         if self.teacher_logps is not None:
             arrays["teacher_logps"] = np.concatenate(self.teacher_logps, axis=1)
+        if self.routes_differ is not None:
+            arrays["routes_differ"] = np.array([self.routes_differ], dtype=np.float64)
         return save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
 
     @classmethod
@@ -121,8 +127,15 @@ class Buffer:
             ]
             teachers = arrays.get("teacher_logps")
             turns = _TurnColumns.of(arrays, ends)
+            routes = _routes(arrays, len(ends) + 1)
             completions = tuple(
-                Sampled(tokens=tokens, logps=logps, truncated=bool(truncated), **turns.of_completion(place))
+                Sampled(
+                    tokens=tokens,
+                    logps=logps,
+                    truncated=bool(truncated),
+                    routes=routes[place],
+                    **turns.of_completion(place),
+                )
                 for place, (tokens, logps, truncated) in enumerate(
                     zip(parts[0], parts[1], arrays["truncated"], strict=True)
                 )
@@ -134,6 +147,7 @@ class Buffer:
                 advantages=arrays["advantages"],
                 uniform=arrays["uniform"],
                 old_logps=tuple(parts[2]) if len(parts) > 2 else None,
+                routes_differ=float(arrays["routes_differ"][0]) if "routes_differ" in arrays else None,
                 teacher_logps=None if teachers is None else tuple(np.split(teachers, ends, axis=1)),
                 generation=generation,
                 num_steps=num_steps,
@@ -193,6 +207,21 @@ def _turn_arrays(completions: Sequence[Sampled]) -> dict[str, NDArray[Any]]:
         "prompt_lengths": np.array([len(one) for one in prompts], dtype=np.int64),
         "prompt_tokens": np.concatenate([none, *prompts]),
     }
+
+
+def _route_arrays(completions: Sequence[Sampled]) -> dict[str, NDArray[Any]]:
+    """Returns the arrays of completions whose experts are known; none of others."""
+    routes = [one.routes for one in completions if one.routes is not None]
+    if not routes:
+        return {}
+    return {"routes": np.concatenate(routes), "route_lengths": np.array([len(one) for one in routes], dtype=np.int64)}
+
+
+def _routes(arrays: Mapping[str, NDArray[Any]], count: int) -> Sequence[NDArray[Any] | None]:
+    """Returns what `_route_arrays` stores, for each of so many completions."""
+    if "routes" not in arrays:
+        return [None] * count
+    return np.split(arrays["routes"], np.cumsum(arrays["route_lengths"])[:-1])
 
 
 @dataclass(frozen=True, slots=True)

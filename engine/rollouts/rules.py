@@ -211,6 +211,7 @@ def _check_server(config: RunConfig) -> None:
             "mismatch",
             "mismatch_bound",
             "check_delivery",
+            "router_replay",
         )
         options = (field for field in fields(rollout) if field.name in server)
         given = next((field.name for field in options if getattr(rollout, field.name) != field.default), None)

@@ -15,6 +15,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.inference.generate import context_limit
 from engine.rollouts.data.prompts import PromptLoader, PromptSet, read_prompts
+from engine.rollouts.data.routes import RouteShape
 from engine.rollouts.scorer import check_rewards, refuse_compared
 from engine.rollouts.served import check_server
 from engine.rollouts.source import RolloutSource
@@ -39,6 +40,8 @@ class PromptData:
     """Functions of a Python program, by their names."""
     tools: Tools | None = None
     """The tools that the model may call; None where there are none."""
+    routes: RouteShape | None = None
+    """As `engine.rollouts.served.check_server` returned it."""
     rows: None = None
     validation: PromptSet | None = None
     """Held-out prompts; None for none."""
@@ -72,6 +75,7 @@ class PromptData:
             rewards=self.rewards,
             tools=self.tools,
             validation=self.validation,
+            routes=self.routes,
             metrics=metrics,
             say=say,
             run_dir=run_dir,
@@ -148,8 +152,9 @@ def read_prompt_data(
         log.info(f"validation data: {validation.summary(room)}")
     check_rewards(config, launch, prompts.columns, supplied.rewards)
     check_teachers(config, launch, model, tokenizer, prompts.prompts, log.info)
+    routes: RouteShape | None = None
     if rollout.server is not None:
-        check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
+        routes = check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
     loader = PromptLoader(
         prompts,
         num_generations=rollout.num_generations,
@@ -161,7 +166,9 @@ def read_prompt_data(
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
-    return PromptData(tokenizer=tokenizer, train=loader, rewards=supplied.rewards, tools=tools, validation=validation)
+    return PromptData(
+        tokenizer=tokenizer, train=loader, rewards=supplied.rewards, tools=tools, routes=routes, validation=validation
+    )
 
 
 def _require_known(name: str, prompts: PromptSet, vocabulary: int) -> None:

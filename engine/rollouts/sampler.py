@@ -57,6 +57,8 @@ class Sampled:
         prompt: int32, its prompt, where that is not its record's.
         turns: counts, where the model may call tools.
         dialogue: its messages, where the model may call tools, until it is scored.
+        routes: uint8 or int16 [prompt and completion, layers with a router, experts of a token], the experts that a
+            server chose for each token; the largest number of the dtype where none are known. None for none.
     """
 
     tokens: NDArray[np.int32]
@@ -66,6 +68,7 @@ class Sampled:
     prompt: NDArray[np.int32] | None = None
     turns: Turns | None = None
     dialogue: Dialogue | None = None
+    routes: NDArray[Any] | None = None
 
     def sampled_mask(self) -> NDArray[np.bool_]:
         """Returns bool, the tokens that the model sampled."""

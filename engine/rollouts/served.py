@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -29,13 +29,14 @@ from engine.files.durable import write_durably
 from engine.files.refusals import reading, writing
 from engine.files.staging import partial_folder
 from engine.rollouts.data.prompts import Prompt, PromptSet
+from engine.rollouts.data.routes import RouteShape, with_unknown
 from engine.rollouts.delivery_check import DeliveryCheck
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.rank_zero import broadcast_result
 from engine.rollouts.sampler import Sampled
 from engine.rollouts.served_adapter import FILES, gather_trained, write_adapter
 from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
-from engine.rollouts.servers.server import Asked, Shown
+from engine.rollouts.servers.server import HOW_TO_ROUTE, Asked, Shown
 from engine.rollouts.servers.several import CompletionServers
 from engine.rollouts.turns.conversation import Conversation, Talk
 from engine.rollouts.turns.served_turns import ask_for_turns
@@ -106,17 +107,22 @@ def check_server(
     *,
     model: ModelFolder,
     say: Callable[[str], None],
-) -> None:
+) -> RouteShape | None:
     """Checks on rank 0 whether the server can take part in the run. Collective.
 
     Args:
         model: that is trained.
         say: gets notes.
 
+    Returns:
+        The shape of the experts that the server says it chose for each token, which training takes; None where
+        training chooses for itself.
+
     Raises:
         UserError: it cannot; on all ranks.
     """
     problem: str | None = None
+    replays, routes = False, _routes(config.rollout, model)
     if launch.rank == 0:
         server: CompletionServers | None = None
         try:
@@ -127,13 +133,17 @@ def check_server(
             shown = Shown(config.data.seq_length, text, tokenizer.encode(text), first, unusual(tokenizer, first, text))
             for note in server.check(shown, settings):
                 say(f"note: {note}")
+            if routes is not None:
+                replays = _replays(config.rollout, server, shown, replace(settings, routes=routes), say)
         except UserError as error:
             problem = str(error)
         finally:
             if server is not None:
                 server.close()
-    if (told := broadcast_object(problem)) is not None:
-        raise UserError(str(told))
+    problem, replays = cast(tuple[str | None, bool], broadcast_object((problem, replays)))
+    if problem is not None:
+        raise UserError(problem)
+    return routes if replays else None
 
 
 def unusual(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> tuple[int, ...]:
@@ -148,12 +158,55 @@ def unusual(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> tuple[int
     return () if list(ids) == list(tokenizer.encode(tokenizer.decode(ids))) else ids
 
 
-def sampling_settings(rollout: RolloutOptions, ends: frozenset[int], *, greedy: bool = False) -> SamplingSettings:
+def _routes(rollout: RolloutOptions, model: ModelFolder) -> RouteShape | None:
+    """Returns the shape of a model's routes; None where there are none, or they are not asked for.
+
+    Raises:
+        UserError: they are asked for, and there are none.
+    """
+    shape = RouteShape.of(model.decoder)
+    if shape is None and rollout.router_replay == "on":
+        raise UserError(
+            f"rollout.router_replay is on, and this {model.decoder.family} model has no router of the engine's, whose "
+            "choice could be replayed: remove it."
+        )
+    return None if rollout.router_replay == "off" else shape
+
+
+def _replays(
+    rollout: RolloutOptions,
+    server: CompletionServers,
+    shown: Shown,
+    settings: SamplingSettings,
+    say: Callable[[str], None],
+) -> bool:
+    """Returns whether all servers say which experts they chose for each token.
+
+    Raises:
+        UserError: one of them does not, and has to; or they are not those of the model.
+    """
+    without = server.without_routes(shown, settings)
+    if not without:
+        say("training takes the experts that the server chose for each token (rollout.router_replay)")
+        return True
+    if rollout.router_replay == "on":
+        raise UserError(f"rollout.router_replay is on, and {without[0]} returns no routed_experts: {HOW_TO_ROUTE}.")
+    say(
+        f"note: {without[0]} returns no routed_experts, so that training chooses experts for itself, other ones than "
+        f"the server for some tokens: {HOW_TO_ROUTE}"
+    )
+    return False
+
+
+def sampling_settings(
+    rollout: RolloutOptions, ends: frozenset[int], *, greedy: bool = False, routes: RouteShape | None = None
+) -> SamplingSettings:
     """Returns the sampling settings.
 
     Args:
         ends: tokens that end a completion.
         greedy: whether the most likely token is taken, whatever the temperature.
+        routes: of the experts that the server is to return; None for none.
     """
     return SamplingSettings(
         temperature=0.0 if greedy else rollout.temperature,
@@ -163,6 +216,7 @@ def sampling_settings(rollout: RolloutOptions, ends: frozenset[int], *, greedy: 
         repetition_penalty=rollout.repetition_penalty,
         max_tokens=rollout.max_completion_length,
         ends=tuple(sorted(ends)),
+        routes=routes,
     )
 
 
@@ -189,6 +243,7 @@ class ServedSampler:
         run_dir: the run's folder.
         talk: what completions of several turns share; None where they have one.
         prompts: of the run, as token ids.
+        routes: as `check_server` returned it.
         say: prints a line on rank 0.
     """
 
@@ -204,12 +259,13 @@ class ServedSampler:
         run_dir: Path,
         talk: Talk | None = None,
         prompts: Sequence[Sequence[int]] = (),
+        routes: RouteShape | None = None,
         say: Callable[[str], None],
     ) -> None:
         rollout = config.rollout
         self._talk = talk
         self._config, self._training, self._ends = config, training, ends
-        self._drawing = Drawing(rollout.num_generations, sampling_settings(rollout, ends))
+        self._drawing = Drawing(rollout.num_generations, sampling_settings(rollout, ends, routes=routes))
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
         run = hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=4).hexdigest()
         self._prefix = f"rankfold-{run}-"
@@ -434,4 +490,6 @@ class ServedSampler:
             tokens=np.array(answer.tokens, dtype=np.int32),
             logps=np.array(answer.logps, dtype=np.float32),
             truncated=answer.tokens[-1] not in self._ends,
+            # the last token has not been through the model
+            routes=None if answer.routes is None else with_unknown(answer.routes, len(answer.routes) + 1),
         )

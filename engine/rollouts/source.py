@@ -28,6 +28,7 @@ from engine.errors import UserError
 from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
 from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
+from engine.rollouts.data.routes import DifferingRoutes, RouteColumns, RouteShape, routes_fit
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.evaluation import CompletionValidation, evaluation_sampler
 from engine.rollouts.figures import OVERLONG, SHOWN, format_completions, mismatch, step_figures
@@ -69,6 +70,7 @@ class RolloutSource:
         rewards: functions of a Python program, by their names.
         tools: that the model may call; None for none.
         validation: held-out prompts; None for none.
+        routes: as `engine.rollouts.served.check_server` returned it.
         metrics: gets completions with their rewards.
         say: prints a line on rank 0.
         run_dir: the run's folder.
@@ -88,6 +90,7 @@ class RolloutSource:
         rewards: Mapping[str, Callable[..., Any]],
         tools: Tools | None = None,
         validation: PromptSet | None = None,
+        routes: RouteShape | None = None,
         metrics: MetricsWriter,
         say: Callable[[str], None],
         run_dir: Path,
@@ -95,6 +98,7 @@ class RolloutSource:
         self._config, self._training, self._loader, self._tokenizer = config, training, loader, tokenizer
         self._metrics, self._say = metrics, say
         model = training.source.model
+        self._routes = RouteShape.of(model.decoder)
         ends = completion_ends(model.path, tokenizer)
         if outside := sorted(end for end in ends if not 0 <= end < model.decoder.vocab_size):
             say(
@@ -109,7 +113,7 @@ class RolloutSource:
         else:
             prompts = [one.ids for one in loader.prompts.prompts]
             self._sampler = ServedSampler(
-                config, launch, training, ends=ends, run_dir=run_dir, talk=talk, prompts=prompts, say=say
+                config, launch, training, ends=ends, run_dir=run_dir, talk=talk, prompts=prompts, routes=routes, say=say
             )
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns, in_program=rewards)
         self._teachers = Teachers(config, launch, training) if config.distillation.teachers else None
@@ -220,9 +224,22 @@ class RolloutSource:
             <= buffer.prompts.max()
             < len(self._loader.prompts.prompts),
             "tokens that the model does not have": 0 <= tokens.min() <= tokens.max() < size,
+            "experts of other tokens, or of another model": routes_fit(
+                self._routes,
+                [
+                    (one.routes, len(self._prompt_ids(buffer, place)) + len(one.tokens))
+                    for place, one in enumerate(buffer.completions)
+                ],
+            ),
         }
         if (fault := next((name for name, fits in found.items() if not fits), None)) is not None:
             raise UserError(f"{path} has {fault}, which this run cannot have sampled: use another checkpoint.")
+
+    def _prompt_ids(self, buffer: Buffer, place: int) -> tuple[int, ...]:
+        """Returns the tokens of the prompt that a completion of a buffer answers."""
+        if (own := buffer.completions[place].prompt) is not None:
+            return tuple(own.tolist())
+        return self._loader.prompts.prompts[int(buffer.prompts[place // buffer.group])].ids
 
     def _begin_again(self, checkpoint: TrainingCheckpoint, step: int) -> None:
         """Begins again to sample the batch that was under way when a checkpoint was saved. Collective.
@@ -311,7 +328,7 @@ class RolloutSource:
         self.work_seconds[REWARD] += time.monotonic() - sampled
         self._show(step, samples, buffer)
         if buffer.total_steps > 1 or self._sampler.elsewhere:
-            buffer = replace(buffer, old_logps=self._old_logps(buffer))
+            buffer = self._with_old_logps(buffer)
         if self._sampler.elsewhere:
             self._compare(buffer, step)
         if self._teachers is not None:
@@ -376,16 +393,22 @@ class RolloutSource:
         )
         return np.column_stack((rewards_NF, penalties))
 
-    def _old_logps(self, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
-        """Returns the trainer's log-probabilities of the completions before the first step on them. Collective."""
+    def _with_old_logps(self, buffer: Buffer) -> Buffer:
+        """Returns the buffer with the trainer's log-probabilities of the completions before the first step on them, and
+        the share of its own choices of experts that are not the server's. Collective."""
+        mesh, stages = self._training.mesh, self._training.stages
         # of truncated completions too, which are compared with their sampler
         dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
-        logps = token_logps(self._config, self._training.mesh, self._training.stages, dataset)
-        return tuple(logps[place] for place in _places(dataset, buffer))
+        given = dataset.extra(RouteColumns) is not None
+        differing = DifferingRoutes(stages.step.device) if given else None
+        logps = token_logps(self._config, mesh, stages, dataset, differing=differing)
+        found = tuple(logps[place] for place in _places(dataset, buffer))
+        share = None if differing is None else differing.share(mesh)
+        return replace(buffer, old_logps=found, routes_differ=share)
 
     def _teacher_logps(self, teachers: Teachers, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
         """Returns the teachers' log-probabilities of the completions, [K, tokens] of each. Collective."""
-        dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
+        dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False, routes=False)
         logps_KT = teachers.logps(dataset)
         return tuple(logps_KT[:, place] for place in _places(dataset, buffer))
 
@@ -420,6 +443,8 @@ class RolloutSource:
             bound = self._config.rollout.mismatch_bound
             if self._sampler.delivery is not None:
                 figures["sampler_delivery"] = self._sampler.delivery
+            if buffer.routes_differ is not None:
+                figures["sampler_routes"] = buffer.routes_differ
             figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
         return StepRows(
             batches=loader.batches(0),
@@ -459,19 +484,21 @@ class RolloutSource:
     def _is_trained(self, completion: Sampled) -> bool:
         return not (completion.truncated and self._config.objective.mask_truncated)
 
-    def _dataset(self, buffer: Buffer, prompts: Sequence[int], *, masks: bool = True) -> TokenDataset:
+    def _dataset(
+        self, buffer: Buffer, prompts: Sequence[int], *, masks: bool = True, routes: bool = True
+    ) -> TokenDataset:
         """Returns the completions of some prompts of a buffer as rows.
 
         Args:
             masks: whether completions that are not trained on have no targets.
+            routes: whether routers are given the experts that the server chose, where these are known.
         """
         config = self._config
-        documents, old = [], []
+        documents, old, given = [], [], []
         for prompt in prompts:
             for place in range(prompt * buffer.group, (prompt + 1) * buffer.group):
                 one = buffer.completions[place]
-                ids = self._loader.prompts.prompts[int(buffer.prompts[prompt])].ids
-                ids = ids if one.prompt is None else tuple(one.prompt.tolist())
+                ids = self._prompt_ids(buffer, place)
                 documents.append(
                     Completion(
                         prompt=ids,
@@ -483,6 +510,8 @@ class RolloutSource:
                         trained=self._is_trained(one) or not masks,
                     )
                 )
+                if routes and one.routes is not None:
+                    given.append(one.routes)
                 if buffer.old_logps is not None:
                     old += [np.zeros(len(ids), dtype=np.float32), buffer.old_logps[place]]
         dataset = TokenDataset(
@@ -494,6 +523,8 @@ class RolloutSource:
             columns = dataset.extra(CompletionColumns)
             assert columns is not None
             dataset.put(replace(columns, old_logps=np.concatenate(old)))
+        if given and self._routes is not None:
+            dataset.put(RouteColumns.of(given, self._routes))
         return dataset
 
     def _token_advantages(self, buffer: Buffer, place: int) -> list[float] | None:

@@ -17,13 +17,20 @@ from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
 from engine.layers.host_copies import HostCopy, sent
+from engine.rollouts.data.routes import DifferingRoutes
 from engine.training.evaluate import group_size, groups
 from engine.training.rank_stages import Stages
 from engine.training.row_shape import shape_on_mesh
 
 
 def token_logps(
-    config: RunConfig, mesh: Mesh, stages: Stages, dataset: TokenDataset, *, adapters: bool = True
+    config: RunConfig,
+    mesh: Mesh,
+    stages: Stages,
+    dataset: TokenDataset,
+    *,
+    adapters: bool = True,
+    differing: DifferingRoutes | None = None,
 ) -> NDArray[np.float32]:
     """Returns float32 [T], the log-probability of each token of the data set given those before it in its document, at
     the rollouts' temperature; 0 where it is no target. Equal on all ranks. Collective.
@@ -33,6 +40,7 @@ def token_logps(
         mesh, stages: of the model.
         dataset: the completions, in memory.
         adapters: False leaves them out: the reference.
+        differing: counts routers' choices, where the data set has given ones; None for nothing.
     """
     device = stages.step.device
     length = dataset.seq_length
@@ -44,6 +52,7 @@ def token_logps(
     )
     found = torch.zeros(len(dataset) * length, dtype=torch.float32, device=device)
     for group in groups(loader, group_size(mesh)):
+        group = group if differing is None else differing.counting(group)
         for batch, logps_T in zip(group, stages.references(group, adapters=adapters) or (), strict=False):
             held = (batch.labels_BS != IGNORE_LABEL).flatten().nonzero()[:, 0]
             # slots are rows here: the coordinate of a token is its row and its column

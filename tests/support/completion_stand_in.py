@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.stock_routers import NoisyRoutes, all_layers, as_int32, as_npy, routers
+
 Reply = tuple[int, Any]
 CONTEXT, MOST_LOGPROBS = 64, 20
 """Tokens of a prompt with its completion, and log-probabilities that vLLM gives for a token."""
@@ -71,6 +73,10 @@ class StandIn:
     keeps: str = ""
     """Adapters in whose names it is are loaded, and computed as the one before, or without one."""
     adapters: dict[str, str] = field(default_factory=dict)
+    noise: float = 0.0
+    """Added to the logits by which routers choose, where `routes` are returned."""
+    routes: bool = False
+    """Whether it says which experts were chosen; without, routers choose as in transformers."""
     mangle: Callable[[dict[str, Any]], None] | None = None
     """Changes the answer of a completion."""
     mangles_base: bool = False
@@ -82,6 +88,8 @@ class StandIn:
 
         self._peft = PeftModel
         self._base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+        self._routes: dict[int, NoisyRoutes] = {}
+        self._watch(self._base)
         self._tokenizer = AutoTokenizer.from_pretrained(self.model)
         self._models: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -213,7 +221,17 @@ class StandIn:
         """The model with an adapter."""
         from copy import deepcopy
 
-        return self._peft.from_pretrained(deepcopy(self._base), folder).merge_and_unload().eval()
+        return self._watch(self._peft.from_pretrained(deepcopy(self._base), folder).merge_and_unload().eval())
+
+    def _watch(self, model: Any) -> Any:
+        if self.noise or self.routes:
+            self._routes[id(model)] = NoisyRoutes(model, self.noise, CONTEXT)
+        return model
+
+    def _taken(self, model: Any, count: int) -> np.ndarray:
+        """The experts of the first tokens of the model's last pass, of all layers; of those without a router, 0."""
+        layers = [number for number, one in enumerate(model.model.layers) if routers(one)]
+        return all_layers(self._routes[id(model)].taken(count), layers, len(model.model.layers))
 
     def adapter_of(self, body: dict[str, Any]) -> str | None:
         """The adapter that a completion is asked of; None for another call."""
@@ -259,6 +277,7 @@ class StandIn:
             ids = self.read(ids)
             longest = min(longest, CONTEXT - len(ids))
             tokens, logps, rows = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
+            routes = self._taken(model, len(ids) + len(tokens) - 1) if self.routes else None
         answer: dict[str, Any]
         if self.kind == "vllm":
             choice = {"index": 0, "text": "", "logprobs": self._told(tokens, logps, rows, body), "stop_reason": None}
@@ -266,6 +285,7 @@ class StandIn:
             shown = (tokens, ids) if body.get("return_token_ids") else (None, None)
             choice |= dict(zip(("token_ids", "prompt_token_ids"), shown, strict=True))
             usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
+            choice |= {"routed_experts": None if routes is None else as_npy(routes.astype(np.uint8))}
             answer = {"id": "cmpl-1", "object": "text_completion", "model": name or "base", "choices": [choice]}
             answer["usage"] = usage
         else:
@@ -276,6 +296,8 @@ class StandIn:
                     [[float(row[token]), int(token), None] for token in row.argsort(descending=True)[:wanted]]
                     for row in rows
                 ]
+            if body.get("return_routed_experts"):
+                facts["routed_experts"] = None if routes is None else as_int32(routes)  # type: ignore[assignment]
             answer = {"text": "", "output_ids": tokens, "meta_info": facts}
         if self.mangle is not None and (name is not None or self.mangles_base):
             self.mangle(answer)

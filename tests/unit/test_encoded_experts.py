@@ -42,7 +42,7 @@ def _computed(
     )
     layout = TensorLayout(base=None if base is None else BaseEncoding(encoding=encoding(base)))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=dtype)
-    mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     mlp._loops = loops
     for linear in (mlp.gate_up, mlp.down):
         if linear.operands.encoded is not None:
@@ -90,7 +90,7 @@ def test_what_is_encoded_does_not_depend_on_where_experts_are(rank: int, trained
     layout = TensorLayout(experts=axes, base=BaseEncoding(encoding=encoding("nf4")))
     plan = TrainingPlan(trains=lambda module: module.endswith(f"experts.{trained}.up_proj"))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
-    mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     assert [entry.name for entry in encoded_entries(mlp)] == [
         f"layers.0.mlp.experts.{expert}.down_proj.weight" for expert in (2 * rank, 2 * rank + 1)
     ]

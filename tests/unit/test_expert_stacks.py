@@ -49,7 +49,7 @@ def test_peft_3577_2527_2545_no_delta_of_a_stack_is_made(form: ExpertFactors) ->
     build = LayerContext(layout=TensorLayout(), plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     rule = RoutingRule(num_experts=EXPERTS, per_token=2, renormalises=True, rounds=True)
     sizes = RoutedSizes(rule=rule, intermediate=INNER)
-    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     entries = list(shard_entries(mlp))
     for entry in entries:
         entry.parameter.data.copy_(whole_tensor(entry.name, entry.spec.global_shape))

@@ -93,7 +93,7 @@ def _computed(
     layout = TensorLayout(base=None if base is None else BaseEncoding(encoding=encoding(base)))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     sizes = RoutedSizes(rule=RULE, intermediate=INNER, has_biases=biases)
-    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     mlp._loops = not fused
     for linear in (mlp.gate_up, mlp.down):
         if fused:

@@ -71,7 +71,7 @@ PLANS = {
 def _mlp(plan: TrainingPlan) -> RoutedMLP:
     build = LayerContext(layout=TensorLayout(), plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     sizes = RoutedSizes(rule=RULE, intermediate=INNER)
-    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     for entry in shard_entries(mlp):
         entry.parameter.data.copy_(whole_tensor(entry.name, entry.spec.global_shape))
     return mlp

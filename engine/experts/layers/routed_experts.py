@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.batch import Batch
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import from_partial, join_tokens, split_tokens, to_partial
 from engine.distributed.sharding import replicated_spec, split_spec
+from engine.experts.layers.given_routes import GivenRoutes
 from engine.experts.layers.grouped_linear import GroupedLinear, is_gpu
 from engine.experts.layers.router import Router
 from engine.experts.ops.expert_exchange import plan_exchange
@@ -42,7 +44,7 @@ from engine.layers.module import ShardedModule
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import EXPERT_GATE_UP, FUSED, GATE_UP, SHARED_EXPERT_GATE_UP
 from engine.ops.activations import ClampedGLUInput
-from engine.ops.attention.token_context import TokenContext
+from engine.ops.attention.token_context import ContextPart, TokenContext
 from engine.ops.inputs import GivenInput, LinearInput, compute_input
 
 
@@ -96,11 +98,15 @@ class RoutedSizes(LayerVariant):
             f"{place.prefix}.mlp",
             self,
             hidden=place.config.hidden,
+            layer=place.index,
             first_site=place.mlp_site,
             shared_site=place.further_site,
             latent_site=place.latent_site,
             build=place.build,
         )
+
+    def context_part(self, batch: Batch) -> ContextPart | None:
+        return GivenRoutes.of_batch(batch)
 
     def mlp_parameters(self, config: DecoderConfig) -> int:
         rule = self.rule
@@ -162,6 +168,7 @@ class RoutedMLP(Branch):
         prefix: engine module name, such as `layers.3.mlp`.
         sizes: of the mixture.
         hidden: features of the residual stream.
+        layer: number of the layer in the whole model.
         first_site: dropout site of the experts' input; that of their inner features is the next one.
         shared_site: the same of the shared expert; the one after these two is the router's.
         latent_site: the same of the linears before and behind the experts, where they have a width of their own.
@@ -176,6 +183,7 @@ class RoutedMLP(Branch):
         sizes: RoutedSizes,
         *,
         hidden: int,
+        layer: int,
         first_site: int,
         shared_site: int,
         build: LayerContext,
@@ -195,7 +203,7 @@ class RoutedMLP(Branch):
         """Rows that this rank's tokens have sent to each expert in training, since it was last set to zero."""
         self._loops = not is_gpu(build)
         inner = deferred_sums(build)
-        self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)
+        self.router = Router(f"{prefix}.router", rule, hidden, layer=layer, site=shared_site + 2, build=inner)
         what, firsts = "the experts' intermediate size", first_linears(sizes.activation)
         width = sizes.latent or hidden
         self.gate_up = GroupedLinear(

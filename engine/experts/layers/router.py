@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.distributed.collectives import local_part
 from engine.distributed.sharding import replicated_spec
 from engine.errors import UserError
+from engine.experts.layers.given_routes import GivenRoutes
 from engine.experts.ops.load_balance import LoadBalance
 from engine.experts.ops.routing import RoutingRule, Slots, route, sink_bias, sink_chosen, sink_linear, sink_scale
 from engine.kernels.philox import dropout_mask
@@ -29,15 +30,18 @@ class Router(ShardedModule):
         name: engine module name, such as `layers.3.mlp.router`.
         rule: how it chooses.
         hidden: features of x.
+        layer: number of its layer in the whole model.
         site: dropout site of its adapter's input.
 
     Raises:
         UserError: its adapter is to have what a router's has not.
     """
 
-    def __init__(self, name: str, rule: RoutingRule, hidden: int, *, site: int, build: LayerContext) -> None:
+    def __init__(
+        self, name: str, rule: RoutingRule, hidden: int, *, layer: int, site: int, build: LayerContext
+    ) -> None:
         super().__init__()
-        self._name, self._rule, self._build = name, rule, build
+        self._name, self._rule, self._layer, self._build = name, rule, layer, build
         self._dtype = torch.float32 if rule.wide else None
         self._product, self._sigmoid = build.layout.kernels.narrow_product, build.layout.kernels.sigmoid
         trains = build.plan.trains(name)
@@ -113,8 +117,13 @@ class Router(ShardedModule):
     def _linear(self, x_TH: Tensor, weight: ShardEntry) -> Tensor:
         return sink_linear(x_TH, weight.parameter, weight.sink, self._dtype, self._product)
 
-    def _route(self, logits_TE: Tensor, *, loops: bool) -> tuple[Tensor, Slots]:
+    def _route(self, logits_TE: Tensor, context: TokenContext, *, loops: bool) -> tuple[Tensor, Slots]:
         correction_E = None if self.correction is None else self.correction.parameter
+        routes = context.part(GivenRoutes) if context.adapters else None  # the reference chooses for itself
+        given = None
+        if routes is not None:
+            layout = self._build.layout
+            given = routes.of_layer(self._layer, layout.tp if layout.routes_local_tokens else None).instead_of
         return route(
             logits_TE,
             self._rule,
@@ -122,6 +131,7 @@ class Router(ShardedModule):
             correction_E=correction_E,
             scaled=self._scaled,
             sigmoid=self._sigmoid,
+            given=given,
         )
 
     def _scaled(self, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -133,7 +143,7 @@ class Router(ShardedModule):
         """Returns weights and slots; `loops` as of `engine.experts.ops.grouped_products.row_groups`."""
         logits_TE, balance = self._logits(x_TH, context), context.part(LoadBalance)
         if balance is None:
-            return self._route(logits_TE, loops=loops)
+            return self._route(logits_TE, context, loops=loops)
         layout, padding = self._build.layout, context.part(PaddingTokens)
         padding_T = None if padding is None else padding.padding_T
         if padding_T is not None and layout.routes_local_tokens:
@@ -141,7 +151,7 @@ class Router(ShardedModule):
         # where ranks have the same tokens, the gradient is a partial sum, of which one has it
         if layout.routes_local_tokens or layout.tp.rank == 0:
             logits_TE = balance.through(logits_TE, padding_T)
-        weights, slots = self._route(logits_TE, loops=loops)
+        weights, slots = self._route(logits_TE, context, loops=loops)
         if not context.repeats:
             balance.seen(logits_TE, slots, padding_T)
         return weights, slots

@@ -219,6 +219,7 @@ def choose(
     rule: RoutingRule,
     correction_E: Tensor | None = None,
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+    given: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses each token's experts.
 
@@ -227,12 +228,16 @@ def choose(
         rule: of the family.
         correction_E: fp32, of a rule that has one; [1, E] too.
         sigmoid: of the backend.
+        given: the ids chosen, int64 [T, k] -> those to take in their place; None for the same.
 
     Returns:
         Their weights [T, k], differentiable, and ids, int64 [T, k].
     """
     if rule.scores == "softmax of chosen":
         chosen_TK, ids_TK = torch.topk(logits_TE, rule.per_token, dim=-1)
+        if given is not None:
+            ids_TK = given(ids_TK)
+            chosen_TK = logits_TE.gather(1, ids_TK)
         weights_TK = torch.softmax(chosen_TK, dim=-1, dtype=torch.float32)
     else:
         wide_TE = logits_TE.to(torch.float32)
@@ -241,6 +246,8 @@ def choose(
         if rule.kept_groups < rule.num_groups:
             compared_TE = _kept_groups(compared_TE, rule)
         ids_TK = torch.topk(compared_TE, rule.per_token, dim=-1).indices
+        if given is not None:
+            ids_TK = given(ids_TK)
         weights_TK = scores_TE.gather(1, ids_TK)
     if rule.renormalises:
         least = rule.least if rule.scores == "sigmoid" else 0.0
@@ -259,18 +266,19 @@ def route(
     correction_E: Tensor | None = None,
     scaled: Callable[[Tensor, Tensor], Tensor] | None = None,
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+    given: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Slots]:
     """Chooses experts.
 
     Args:
-        logits_TE, rule, correction_E, sigmoid: see `choose`.
+        logits_TE, rule, correction_E, sigmoid, given: see `choose`.
         loops: the host is to know how many rows each expert has; see `row_groups`.
         scaled: multiplies weights [T, k] by numbers of their experts, ids [T, k]; None where there are none.
 
     Returns:
         The weights [T, k] of each token's experts, differentiable, and the slots.
     """
-    weights_TK, ids_TK = choose(logits_TE, rule, correction_E, sigmoid)
+    weights_TK, ids_TK = choose(logits_TE, rule, correction_E, sigmoid, given)
     if scaled is not None:
         weights_TK = scaled(weights_TK, ids_TK)
     sorted_ids, order_N = torch.sort(ids_TK.flatten(), stable=True)

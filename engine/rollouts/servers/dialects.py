@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from numpy.typing import NDArray
+
 from engine.choices import ServerKind
 from engine.errors import UserError
 from engine.foreign.fields import described, is_integer, is_number
+from engine.rollouts.data.routes import RouteShape
 from engine.rollouts.servers.http import SMALL_ANSWER
+from engine.rollouts.servers.routes import NAME as ROUTES
+from engine.rollouts.servers.routes import read_int32, read_npy, route_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +30,7 @@ class SamplingSettings:
         temperature, top_k, top_p, min_p, repetition_penalty: see `engine.config.rollout.RolloutOptions`.
         max_tokens: of a completion.
         ends: tokens that end one, ascending.
+        routes: shape of the experts of each token, which answers are to have; None where they are not asked for.
     """
 
     temperature: float
@@ -34,6 +40,7 @@ class SamplingSettings:
     repetition_penalty: float
     max_tokens: int
     ends: tuple[int, ...]
+    routes: RouteShape | None = None
 
 
 class Question(NamedTuple):
@@ -54,10 +61,13 @@ class Answer(NamedTuple):
     Args:
         tokens: with the one that ended it.
         logps: log-probability of each when it was sampled.
+        routes: [tokens of prompt and completion - 1, M, K], the experts of each; see `engine.rollouts.data.routes`.
+            None where they were not asked for.
     """
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
+    routes: NDArray[Any] | None = None
 
 
 class Echo(NamedTuple):
@@ -145,6 +155,18 @@ class Dialect(Protocol):
         """
         ...
 
+    def routes(self, answer: Any, shape: RouteShape, tokens: int) -> NDArray[Any] | None:
+        """Reads the experts of each token out of an answer to `sample`; None where it has none.
+
+        Args:
+            shape: of the model's routes.
+            tokens: of prompt and completion.
+
+        Raises:
+            UserError: they are not those of these tokens.
+        """
+        ...
+
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         """Returns a call for the log-probabilities of the `LIKELIEST` tokens behind a prompt, without adapter."""
         ...
@@ -222,7 +244,7 @@ class Vllm:
                 "ignore_eos": True,  # the run's end tokens are below, and no others
                 "stop_token_ids": list(settings.ends),
             },
-            _most_bytes(len(question.ids) + settings.max_tokens),
+            _most_bytes(len(question.ids) + settings.max_tokens, settings.routes),
         )
 
     def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
@@ -245,6 +267,9 @@ class Vllm:
         usage, choice = answer.get("usage"), _first(answer, "choices")
         length = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         return Echo(answer.get("model"), choice.get("prompt_token_ids"), length)
+
+    def routes(self, answer: Any, shape: RouteShape, tokens: int) -> NDArray[Any] | None:
+        return read_npy(_first(answer, "choices").get(ROUTES), shape, tokens - 1)
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         settings = {"temperature": temperature, "top_k": 0, "top_p": 1.0, **_NEUTRAL}
@@ -311,7 +336,9 @@ class Sglang:
             "stop_token_ids": list(settings.ends),
         }
         body = {"input_ids": list(question.ids), "sampling_params": sampling, "return_logprob": True}
-        return Call("/generate", body, _most_bytes(len(question.ids) + settings.max_tokens))
+        if settings.routes is not None:
+            body["return_routed_experts"] = True
+        return Call("/generate", body, _most_bytes(len(question.ids) + settings.max_tokens, settings.routes))
 
     def completion(self, answer: Any) -> Answer:
         tokens = answer.get("output_ids") if isinstance(answer, dict) else None
@@ -328,6 +355,10 @@ class Sglang:
     def echo(self, answer: Any) -> Echo:
         facts = answer.get("meta_info")
         return Echo(answer.get("model"), None, facts.get("prompt_tokens") if isinstance(facts, dict) else None)
+
+    def routes(self, answer: Any, shape: RouteShape, tokens: int) -> NDArray[Any] | None:
+        facts = answer.get("meta_info") if isinstance(answer, dict) else None
+        return read_int32(facts.get(ROUTES) if isinstance(facts, dict) else None, shape, tokens - 1)
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         sampling = {"max_new_tokens": 1, "n": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
@@ -389,8 +420,9 @@ LEAST_LOGP = -1000.0
 effect of penalties and temperature between the sampled distribution and the reported one."""
 ROUNDING = 1e-3
 """The tolerance of a log-probability above 0."""
-_BYTES_PER_TOKEN = 1 << 10
-"""Bytes of an answer per token: its id, its log-probability, and its text up to three times."""
+_BYTES_PER_TOKEN = 1 << 12
+"""Bytes of an answer per token: its id, its log-probability, its text up to three times, and its experts, which vLLM
+adds to every answer where it was started so."""
 _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
@@ -398,9 +430,9 @@ def _shaping(settings: SamplingSettings) -> dict[str, float]:
     return _NEUTRAL | {"min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty}
 
 
-def _most_bytes(tokens: int) -> int:
-    """Returns the bytes that an answer on so many tokens may have."""
-    return SMALL_ANSWER + _BYTES_PER_TOKEN * tokens
+def _most_bytes(tokens: int, routes: RouteShape | None = None) -> int:
+    """Returns the bytes that an answer on so many tokens may have, with their routes where these are asked for."""
+    return SMALL_ANSWER + _BYTES_PER_TOKEN * tokens + (0 if routes is None else route_bytes(routes, tokens))
 
 
 def _first(answer: Any, name: str) -> dict[str, Any]:

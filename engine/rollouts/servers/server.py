@@ -37,6 +37,7 @@ _HALVED = 0.75
 """The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
 _UNKNOWN_ADAPTER = "rankfold-looks"
 """An adapter that no server has."""
+HOW_TO_ROUTE = "start it with --enable-return-routed-experts, or set rollout.router_replay to off"
 
 _PASS_IDS = "let token ids reach it as they are, without a program between that works on texts"
 """Advice where a server works with other tokens than it was sent."""
@@ -130,6 +131,11 @@ class CompletionServer:
         return notes
 
     @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._http.url
+
+    @property
     def model(self) -> str:
         """The model's name on the server.
 
@@ -152,6 +158,27 @@ class CompletionServer:
             self._completion(self._dialect.sample_base(self.model, question, one), question, one)
         except CallRefused as refusal:
             raise UserError(f"{refusal}: change the option that it names, or serve the model of model.path.") from None
+
+    def gives_routes(self, shown: Shown, settings: SamplingSettings) -> bool:
+        """Returns whether it says which experts it chose for each token.
+
+        Args:
+            shown: of the run.
+            settings: how it samples, with the shape of the routes.
+
+        Raises:
+            UserError: they are not those of the model.
+        """
+        one = replace(settings, max_tokens=1)
+        assert one.routes is not None
+        call = self._dialect.sample_base(self.model, Question(tuple(shown.prompt), 0), one)
+        try:
+            answer = self._client.post(call)
+            return self._dialect.routes(answer, one.routes, len(shown.prompt) + 1) is not None
+        except CallRefused:  # SGLang may refuse to be asked for them
+            return False
+        except UserError as error:
+            raise self._client.refused(error) from None
 
     def _require_scale(self, prompt: Sequence[int]) -> None:
         """Refuses log-probabilities of another distribution than that whose ratios training takes."""
@@ -312,6 +339,11 @@ class CompletionServer:
             echo = self._dialect.echo(answer)
             _require_question(echo, question.ids)
             self._check(found, settings)
+            if settings.routes is not None:
+                tokens = len(question.ids) + len(found.tokens)
+                found = found._replace(routes=self._dialect.routes(answer, settings.routes, tokens))
+                if found.routes is None:
+                    raise UserError(f"the answer has no routed_experts: {HOW_TO_ROUTE}")
         except OtherTokens as error:
             raise UserError(f"{self._http.url} cannot be sampled from: {error}: {_PASS_IDS}.") from None
         except UserError as error:

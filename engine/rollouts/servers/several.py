@@ -30,6 +30,11 @@ class CompletionServers:
     def check(self, shown: Shown, settings: SamplingSettings) -> list[str]:
         return [note for notes in self._each(lambda one: one.check(shown, settings)) for note in notes]
 
+    def without_routes(self, shown: Shown, settings: SamplingSettings) -> list[str]:
+        """Returns the addresses of the servers that do not say which experts they chose; see
+        `CompletionServer.gives_routes`."""
+        return [one.url for one in self._servers if not one.gives_routes(shown, settings)]
+
     def unload_all(self, prefix: str) -> None:
         self._each(lambda one: one.unload_all(prefix))
 

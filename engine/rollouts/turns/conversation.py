@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import UserError
 from engine.rollouts.data.prompts import Prompt
+from engine.rollouts.data.routes import with_unknown
 from engine.rollouts.sampler import Dialogue, Sampled, Turns
 from engine.rollouts.turns.chat import ToolChat, tool_message
 from engine.rollouts.turns.pool import EnvironmentPool, Seat
@@ -74,6 +76,7 @@ class Conversation:
         """Whether the environment has ended the conversation."""
         self._failure: str | None = None
         self._reward: float | None = None
+        self._routes: NDArray[Any] | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -117,8 +120,11 @@ class Conversation:
         self._require_known(ids)
         self._given, self._ids = given, tuple(ids)
 
-    def take(self, tokens: Sequence[int], logps: Sequence[float]) -> bool:
+    def take(self, tokens: Sequence[int], logps: Sequence[float], routes: NDArray[Any] | None = None) -> bool:
         """Takes a turn that the model sampled behind `ids`, and calls the tools that it asks for.
+
+        Args:
+            routes: [all tokens - 1, layers, experts of a token], the experts that a server chose; None for none.
 
         Returns:
             Whether the model continues.
@@ -126,6 +132,10 @@ class Conversation:
         talk = self._talk
         self._append(tokens, logps, written=False)
         self._turns += 1
+        if routes is not None:
+            # those of earlier turns stay, by which their tokens were sampled
+            known = routes[:0] if self._routes is None else self._routes
+            self._routes = np.concatenate((known, routes[len(known) :]))
         if self._failure is not None:
             self._messages.append({"role": "assistant", "content": ""})
             return self._end()
@@ -160,6 +170,7 @@ class Conversation:
             written=np.array(self._written, dtype=np.bool_),
             prompt=None if self._ids == self._prompt.ids else np.array(self._ids, dtype=np.int32),
             turns=Turns(turns=self._turns, calls=self._calls, failed_calls=self._failed_calls),
+            routes=None if self._routes is None else with_unknown(self._routes, len(self._ids) + len(self._tokens)),
             dialogue=Dialogue(prompt=self._given, messages=self._messages, reward=self._reward, failure=self._failure),
         )
 

@@ -29,7 +29,7 @@ def ask_for_turns(conversations: Sequence[Conversation], sample: SampleTurn, *, 
         turn = 0
         while True:
             answer = sample(place, turn, one)
-            if not one.take(answer.tokens, answer.logps):
+            if not one.take(answer.tokens, answer.logps, answer.routes):
                 return one.sampled()
             turn += 1
 

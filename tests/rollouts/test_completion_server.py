@@ -21,6 +21,7 @@ import torch
 
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
+from engine.rollouts.data.routes import RouteShape
 from engine.rollouts.servers.dialects import Question, SamplingSettings, Sglang, Vllm, dialect_of
 from engine.rollouts.servers.http import CallRefused, HttpServer
 from engine.rollouts.servers.server import CompletionServer, Shown
@@ -30,6 +31,7 @@ from tests.support.served_runs import served_settings
 SETTINGS = SamplingSettings(
     temperature=0.7, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=6, ends=(0,)
 )
+ROUTES = RouteShape(layers=(0,), num_layers=1, num_experts=4, per_token=2)
 PROMPT = (1, 11, 1, 12)
 TEXT = "0+0="
 
@@ -100,7 +102,10 @@ def test_completions_by_the_adapter(stand_in: StandIn, place: Path) -> None:
             with torch.no_grad():
                 logits = model(torch.tensor([[*PROMPT, *one.tokens]])).logits[0, len(PROMPT) - 1 : -1]
             known = (logits / SETTINGS.temperature).log_softmax(-1)
-            worst = max(worst, *(abs(float(known[n, t]) - p) for n, (t, p) in enumerate(zip(*one, strict=True))))
+            worst = max(
+                worst,
+                *(abs(float(known[n, t]) - p) for n, (t, p) in enumerate(zip(one.tokens, one.logps, strict=True))),
+            )
         apart.append(worst)
     assert apart[1] < 5e-6 < 0.05 < apart[0]
 
@@ -451,7 +456,7 @@ VLLM_FIELDS = {
 """Fields of vLLM 0.33: `vllm/entrypoints/openai/completion/protocol.py` and `vllm/entrypoints/serve/lora/protocol.py`;
 of the first class those that are used here."""
 SGLANG_FIELDS = {
-    "GenerateReqInput": {"input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "lora_path"},
+    "GenerateReqInput": {"input_ids", "sampling_params", "return_logprob", "return_routed_experts", "top_logprobs_num", "lora_path"},
     "SamplingParams": {
         "max_new_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "sampling_seed", "stop_token_ids",
@@ -475,6 +480,7 @@ def test_calls_have_the_servers_fields() -> None:
         assert call.body.keys() <= VLLM_FIELDS[kind], call
     for call, kind in (
         (sglang.sample("a", question, SETTINGS), "GenerateReqInput"),
+        (sglang.sample("a", question, replace(SETTINGS, routes=ROUTES)), "GenerateReqInput"),
         (sglang.look("m", PROMPT, 1.0), "GenerateReqInput"),
         (sglang.load("a", "/f"), "LoadLoRAAdapterReqInput"),
         (sglang.unload("a"), "UnloadLoRAAdapterReqInput"),

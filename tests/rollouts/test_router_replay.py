@@ -20,6 +20,7 @@ from tests.support.completion_stand_in import StandIn
 from tests.support.rollout_runs import prepared, stepped
 from tests.support.served_runs import make_mixture, mixture_settings, served_settings
 from tests.support.stock_routers import all_layers, as_int32, as_npy
+from tests.support.sweeps import sampled
 from tests.support.tool_runs import tool_settings
 
 SHAPE = RouteShape(layers=(1, 3), num_layers=4, num_experts=6, per_token=2)
@@ -29,6 +30,7 @@ WHOLE = all_layers(ROUTES, [1, 3], 4)
 BOUND = 4e-6
 """Largest error of a log-probability, as transformers and the trainer see it: some units of fp32's last place at the
 size of logits. With the trainer's own experts it is 0.6 here."""
+KINDS = ("vllm", "sglang")
 SMALL = {
     "train__global_batch_size": 8, "rollout__num_generations": 2, "optim__lr": 0.01, "rollout__show": 0,
 }  # fmt: skip
@@ -46,7 +48,7 @@ def _settings(folder: Path, server: StandIn, **changes: object) -> dict[str, obj
     return given | {"model.path": server.model}
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", sampled(KINDS, ["vllm"]))
 def test_the_trainer_agrees_with_routes_that_are_not_its_own(kind: str, model: Path, tmp_path: Path) -> None:
     """The server's routers choose by logits with noise. The second step is by adapters whose B is not 0."""
     with StandIn(model, kind, routes=True, noise=0.5) as server:
@@ -64,7 +66,7 @@ def test_routes_of_the_same_choice_do_not_differ(model: Path, tmp_path: Path) ->
     assert step["sampler_routes"] == 0 and step["sampler_difference_max"] < BOUND
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", sampled(KINDS, ["vllm"]))
 def test_a_server_without_routes(kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with StandIn(model, kind) as server:
         (step,) = stepped(_settings(tmp_path, server), 1)
@@ -76,6 +78,7 @@ def test_a_server_without_routes(kind: str, model: Path, tmp_path: Path, capsys:
             stepped(_settings(tmp_path, server, rollout__router_replay="on"), 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_to_be_asked(model: Path, tmp_path: Path) -> None:
     def fault(path: str, body: dict[str, Any], count: int) -> Any:
         return (400, {"error": {"message": "no routes"}}) if body.get("return_routed_experts") else None
@@ -97,9 +100,9 @@ def test_an_answer_without_routes_while_others_had_them(model: Path, tmp_path: P
     def mangle(answer: dict[str, Any]) -> None:
         answer["choices"][0]["routed_experts"] = None
 
-    with StandIn(model, routes=True, mangle=mangle) as server:
-        with pytest.raises(UserError, match=r"^http.* cannot be sampled from: the answer has no routed_experts"):
-            stepped(_settings(tmp_path, server), 1)
+    words = r"^http.* cannot be sampled from: the answer has no routed_experts"
+    with StandIn(model, routes=True, mangle=mangle) as server, pytest.raises(UserError, match=words):
+        stepped(_settings(tmp_path, server), 1)
 
 
 def test_inside_a_buffer_routes_are_read_again(model: Path, tmp_path: Path) -> None:
@@ -179,7 +182,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "two dimensions": (as_npy(WHOLE[0].astype(np.uint8)), "no .npy file"),
     "cut off": (base64.b64encode(_NPY[:-1]).decode(), "other bytes than its header says"),
     "a header of 10^27 numbers": (
-        base64.b64encode(_NPY.replace(b"(3, 4, 2)", b"(999999999, 999999999, 999999999)")).decode(), "no .npy|other bytes",
+        base64.b64encode(_NPY.replace(b"(3, 4, 2)", b"(999999999, 999999999, 999999999)")).decode(),
+        "no .npy|other bytes",
     ),
     "fewer tokens": (as_npy(WHOLE[1:].astype(np.uint8)), "is not of 3 tokens, 4 layers and 2 experts"),
     "other layers": (as_npy(WHOLE[:, 1:].astype(np.uint8)), "is not of 3 tokens"),

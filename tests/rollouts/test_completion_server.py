@@ -456,7 +456,9 @@ VLLM_FIELDS = {
 """Fields of vLLM 0.33: `vllm/entrypoints/openai/completion/protocol.py` and `vllm/entrypoints/serve/lora/protocol.py`;
 of the first class those that are used here."""
 SGLANG_FIELDS = {
-    "GenerateReqInput": {"input_ids", "sampling_params", "return_logprob", "return_routed_experts", "top_logprobs_num", "lora_path"},
+    "GenerateReqInput": {
+        "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "top_logprobs_num", "lora_path",
+    },
     "SamplingParams": {
         "max_new_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "sampling_seed", "stop_token_ids",

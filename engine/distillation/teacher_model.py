@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_folder import ModelFolder, open_model
@@ -159,6 +160,12 @@ def companions(config: RunConfig) -> Iterator[Companion]:
             continue
         _, live, _, _ = live_sources(choice, Log(rank=1))
         yield Companion(live.config, live.plan)
+
+
+def teacher_identity(opened: OpenTeacher) -> str:
+    """Returns a hash of a teacher's sizes and of some rows of each of its tensors."""
+    with opened.source.checks.glancing():
+        return fingerprint_of(opened.live.tensors, opened.source.model.hf_config)
 
 
 def build_teacher(opened: OpenTeacher, launch: Launch, training: Training, log: Log) -> Stages:

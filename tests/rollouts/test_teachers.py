@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.batch import Batch
 from engine.config.distillation import DistillationOptions
@@ -242,3 +243,30 @@ def test_the_planner_reads_the_config_of_a_teacher_alone(filled: Any, tmp_path: 
     absent = replace(run.config, distillation=DistillationOptions(teachers=("nowhere",)))
     with pytest.raises(UserError, match="distillation.teachers has nowhere, which is not a folder: give the folder of"):
         list(companions(absent))
+
+
+def test_a_buffer_is_not_resumed_with_other_weights_or_teachers(tmp_path: Path) -> None:
+    """Without the refusals one buffer is trained on with two sums of teachers. The other model has the same name."""
+    settings = distilled_settings(tmp_path, ("other", "base"), train__steps=1, rollout__steps_per_generation=2)
+    settings |= {"distillation.weights": "[1,0.5]", "rollout.num_generations": 1}
+    run_here(settings)
+    settings["train.steps"] = 2
+    changed: list[tuple[dict[str, object], str]] = [
+        (
+            {"distillation.weights": "[1,1]"},
+            r"distillation.weights \[1.0, 0.5\], and distillation.weights is \[1.0, 1.0\] now",
+        ),
+        ({"distillation.discount": 0.5}, r"distillation.discount 0.0"),
+    ]
+    for options, words in changed:
+        with pytest.raises(UserError, match=f"lies inside a buffer .* made with {words}"):
+            run_here(settings | options)
+    path = tmp_path / "other" / "model.safetensors"
+    whole = path.read_bytes()
+    tensors = load_file(path)
+    tensors["model.layers.5.mlp.down_proj.weight"][-1] += 0.5
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match="made with the content of distillation.teachers .*: give the old value"):
+        run_here(settings)
+    path.write_bytes(whole)
+    run_here(settings)

@@ -6,6 +6,7 @@ servers insist on.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,6 +80,13 @@ class TeacherServer:
         except UserError as error:
             raise client.refused(error) from None
 
+    def identity(self) -> str | None:
+        """Returns a hash of the model's name; None where the server does not tell it now."""
+        try:
+            return hashlib.blake2b(self._require_model().encode(), digest_size=16).hexdigest()
+        except UserError:  # the next call says why
+            return None
+
     def close(self) -> None:
         """Ends the calls under way."""
         self._client.close()
@@ -122,6 +130,10 @@ class ServedTeacher:
         for (begin, end), logps in zip(spans, broadcast_result(asked, self._config), strict=True):
             found[begin + 1 : end] = logps
         return found
+
+    def identity(self) -> str | None:
+        """Returns a hash that tells the model from others, on rank 0; None elsewhere, or where it is not known."""
+        return None if self._server is None else self._server.identity()
 
     def close(self) -> None:
         """Ends the calls under way."""

@@ -14,7 +14,7 @@ from engine.config.distillation import BASE, is_server
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import Tokenizer
-from engine.distillation.teacher_model import build_teacher, check_teacher, open_teacher
+from engine.distillation.teacher_model import build_teacher, check_teacher, open_teacher, teacher_identity
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.rollouts.data.prompts import Prompt
@@ -37,19 +37,26 @@ class Teachers:
 
     def __init__(self, config: RunConfig, launch: Launch, training: Training) -> None:
         self._config, self._training = config, training
-        log = Log(launch.rank)
+        log, found = Log(launch.rank), list[str | None]()
         self._served: list[ServedTeacher] = []
         self._ask: list[Callable[[TokenDataset], NDArray[np.float32]]] = []
         for teacher in config.distillation.teachers:
             if teacher == BASE:
                 self._ask.append(self._of_base)
+                found.append(None)
             elif is_server(teacher):
                 self._served.append(ServedTeacher(config, launch, teacher))
                 self._ask.append(self._served[-1].logps)
+                found.append(self._served[-1].identity())
             else:
                 opened = open_teacher(config, Path(teacher), launch.world_size, log)
                 stages = build_teacher(opened, launch, training, log)
                 self._ask.append(partial(token_logps, config, training.mesh, stages))
+                found.append(teacher_identity(opened) if launch.rank == 0 else None)
+        identities: list[str | None] = broadcast_object(found)
+        self.identities = identities
+        """Hashes that tell one content of each teacher from another; None where there is no content of its own, or none
+        is known."""
 
     def logps(self, dataset: TokenDataset) -> NDArray[np.float32]:
         """Returns float32 [K, T], the log-probability of each token of a data set under each teacher, at the rollouts'

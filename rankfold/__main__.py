@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "generate text with a model",
     "chat": "talk with a model at the terminal",
     "evaluate": "evaluate a model on tasks of lm-evaluation-harness",
+    "distill": "write records with a teacher's most likely tokens",
     "serve": "serve a model to clients that train and sample adapters with the Tinker SDK",
     "preprocess": "tokenise data once into a store",
     "plan": "predict memory and time, draw schedules, certify a layout",
@@ -35,7 +36,7 @@ COMMANDS = {
 }
 """Name -> its purpose. Each is a module of this package with `main()`."""
 
-ON_RANKS = ("train", "generate", "chat", "evaluate")
+ON_RANKS = ("train", "generate", "chat", "evaluate", "distill")
 """The commands that --nproc starts on several devices. One with `check_ranks(words, world_size)` refuses there what
 would otherwise be refused by its ranks."""
 

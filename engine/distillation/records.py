@@ -4,7 +4,7 @@ The text is of any format of `engine.data.formats`; the teacher's tokens are in 
 
 | fields                                | an entry, of one token                            | written by       |
 |---------------------------------------|---------------------------------------------------|------------------|
-| target_token_ids and target_logprobs  | ids; log-probabilities of the same                | any program      |
+| target_token_ids and target_logprobs  | ids; log-probabilities of the same                | rankfold distill |
 | target_token_ids and logprobs         | the same                                          | data for axolotl |
 | prompt_logprobs                       | {id: {logprob: number}}; null for the first token | vLLM             |
 | logprobs                              | [{token: "token_id:ID", logprob: number}]         | data for axolotl |
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.batch import IGNORE_LABEL
 from engine.data.build import RecordReader
 from engine.data.document import Document
 from engine.data.formats import Sample, detect_format, parse_record
@@ -88,8 +89,8 @@ def _entries(place: Place, record: Record) -> tuple[str, list[Any]]:
     if field is None:
         raise place.error(
             f"the record has the fields {listed(record) or 'none'}, expected beside a text those of a teacher's "
-            "tokens: target_token_ids and target_logprobs, prompt_logprobs, or logprobs; or name a teacher in "
-            "distillation.teachers."
+            "tokens: target_token_ids and target_logprobs, prompt_logprobs, or logprobs; write them with rankfold "
+            "distill, or name a teacher in distillation.teachers."
         )
     return field, _list_in(place, record, field)
 
@@ -191,7 +192,7 @@ def _pairs(entry: Any) -> Likely:
 
 def as_record(tokens: NDArray[Any], targets: NDArray[np.bool_], top: TopTokens) -> dict[str, Any]:
     """Returns a document as a record of ids, with its teacher's tokens at each target."""
-    labels = np.where(targets, tokens, -100)
+    labels = np.where(targets, tokens.astype(np.int64), IGNORE_LABEL)
     kept = [ids != NO_TOKEN for ids in top.ids]
     return {
         "input_ids": tokens.tolist(),

@@ -48,7 +48,7 @@ def _check_teachers(config: RunConfig) -> None:
         wrong is None,
         f"distillation.teachers has {wrong} and objective.name is {config.objective.name}, which compares whole "
         "distributions with those of a model on the run's devices: name the folder of one, or write a server's most "
-        "likely tokens into records.",
+        "likely tokens into records with rankfold distill.",
     )
     require(
         options.remainder == "renormalize",

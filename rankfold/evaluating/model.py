@@ -7,20 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import InputRank
-from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.data.row_shape import RowShape
 from engine.distributed.mesh import Axis, Mesh
 from engine.inference.model_part import Parts
 from engine.models.decoder_config import DecoderConfig
-from engine.objectives.build import build_objective
-from engine.pipeline.schedules import ScheduleChoice
 from engine.training.build import Training
 from engine.training.generation import OpenedModel
+from engine.training.opened_rows import row_stages, rows_of_opened
 from engine.training.rank_stages import Stages
-from engine.training.row_shape import GPU_LENGTH_MULTIPLE, shape_on_mesh
-from engine.training.stage import ModelStage
+from engine.training.row_shape import shape_on_mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,21 +53,11 @@ class EvaluatedModel:
             device: of its weights.
         """
         mesh, decoder = opened.mesh, opened.decoder
-        config = RunConfig(model=ModelOptions(path=str(opened.folder)))  # of the objective, which no pass computes
-        stage = ModelStage(decoder, build_objective(config, cp=mesh.cp, dp=mesh.dp), device, trains=False)
-        divides = decoder.layout.splits_tokens or decoder.layout.routes_local_tokens
-        shape = RowShape(
-            input_rank=InputRank.at(
-                tensor=mesh.tp.rank, tensor_size=mesh.tp.size, context=0, context_size=1, pipeline=mesh.pp.rank
-            ),
-            pad_multiple=mesh.tp.size if divides else 1,
-            length_multiple=GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
-        )
         return cls(
-            stages=Stages({mesh.pp.rank: stage}, mesh.pp, ScheduleChoice(num_ranks=mesh.pp.size)),
+            stages=row_stages(opened, device),
             parts=Parts({mesh.pp.rank: decoder}, range(mesh.pp.size)),
             mesh=mesh,
-            shape=shape,
+            shape=rows_of_opened(opened, device),
             config=opened.config,
         )
 

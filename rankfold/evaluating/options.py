@@ -30,7 +30,7 @@ STANDS_FOR = {
 def build_parser(description: str | None) -> CommandLine:
     """Returns the parser with all options."""
     parser = CommandLine(description=description, stands_for=STANDS_FOR)
-    _add_model(parser)
+    add_model(parser)
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
         "--tasks",
@@ -93,7 +93,8 @@ def build_parser(description: str | None) -> CommandLine:
     return parser
 
 
-def _add_model(parser: CommandLine) -> None:
+def add_model(parser: CommandLine) -> None:
+    """Adds the options about the model and its layout."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, help="Hugging Face folder, its name on the hub, or a partitioned base")
     model.add_argument(

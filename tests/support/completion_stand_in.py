@@ -310,21 +310,41 @@ class StandIn:
             return _error(400, "BadRequestError", problem)
         ids = self.read(body["prompt" if self.kind == "vllm" else "input_ids"])
         with self._lock:
-            logps = self._of_text(self._base if name is None else self._models[name], ids)
+            model = self._base if name is None else self._models[name]
+            logps, likely = self._of_text(model, ids), self._likely(model, ids, body)
         answer: dict[str, Any]
         if self.kind == "vllm":
             entries = [
                 None if logp is None else {str(token): {"logprob": logp, "rank": 1, "decoded_token": ""}}
                 for token, logp in zip(ids, logps, strict=True)
             ]
+            for entry, more in zip(entries[1:], likely, strict=False):
+                assert entry is not None
+                entry |= {str(token): {"logprob": logp, "rank": 1, "decoded_token": ""} for token, logp in more}
             choice = {"index": 0, "text": "", "prompt_logprobs": entries}
             answer = {"object": "text_completion", "model": name or "base", "choices": [choice]}
         else:
             told = [[logp, token, None] for token, logp in zip(ids, logps, strict=True)]
-            answer = {"text": "", "output_ids": [0], "meta_info": {"input_token_logprobs": told}}
+            facts = {"input_token_logprobs": told}
+            if likely:
+                facts["input_top_logprobs"] = [
+                    None,
+                    *([[logp, token, None] for token, logp in more] for more in likely),
+                ]
+            answer = {"text": "", "output_ids": [0], "meta_info": facts}
         if self.mangle is not None and self.mangles_base:
             self.mangle(answer)
         return 200, answer
+
+    @torch.no_grad()
+    def _likely(self, model: Any, ids: list[int], body: dict[str, Any]) -> list[list[tuple[int, float]]]:
+        """The most likely tokens at each place after the first, as many as are asked for."""
+        count = body.get("prompt_logprobs") or body.get("top_logprobs_num") or 0
+        if not count:
+            return []
+        best = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1).topk(count)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [list(zip(tokens, logps, strict=True)) for tokens, logps in pairs]
 
     @torch.no_grad()
     def _of_text(self, model: Any, ids: list[int]) -> list[float | None]:

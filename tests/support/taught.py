@@ -23,7 +23,9 @@ VOCABULARY, MOST, TEXTS = 29, 5, 8
 HEAD = "lm_head"
 
 
-def write_place(folder: Path, *, teacher_vocabulary: int = VOCABULARY, targets: tuple[str, ...] = ()) -> None:
+def write_place(
+    folder: Path, *, vocabulary: int = VOCABULARY, teacher_vocabulary: int | None = None, targets: tuple[str, ...] = ()
+) -> None:
     """`model`; `teacher`, wider and with more layers; `adapter`, with B drawn; `taught.jsonl`, with the teacher's
     tokens.
 
@@ -38,8 +40,8 @@ def write_place(folder: Path, *, teacher_vocabulary: int = VOCABULARY, targets: 
         "initializer_range": 0.25, "bos_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(3)
-    student = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, **sizes))
-    wide = LlamaConfig(vocab_size=teacher_vocabulary, hidden_size=48, num_hidden_layers=6, **sizes)
+    student = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=4, **sizes))
+    wide = LlamaConfig(vocab_size=teacher_vocabulary or vocabulary, hidden_size=48, num_hidden_layers=6, **sizes)
     for name, model in (("model", student), ("teacher", LlamaForCausalLM(wide))):
         model.save_pretrained(folder / name)
         for file, content in tokenizer.items():
@@ -50,19 +52,19 @@ def write_place(folder: Path, *, teacher_vocabulary: int = VOCABULARY, targets: 
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(folder / "adapter")
-    write_taught(folder)
+    write_taught(folder, vocabulary)
 
 
-def write_taught(folder: Path) -> None:
+def write_taught(folder: Path, vocabulary: int) -> None:
     """Writes the records."""
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher")
     generator = torch.Generator().manual_seed(1)
     lines = []
     for number in range(TEXTS):
-        ids = torch.randint(0, VOCABULARY, (6 + number,), generator=generator)
+        ids = torch.randint(0, vocabulary, (6 + number,), generator=generator)
         prompt = 2 + number % 3
         with torch.no_grad():
-            logps = teacher(ids[None]).logits[0, :-1, :VOCABULARY].log_softmax(-1)
+            logps = teacher(ids[None]).logits[0, :-1, :vocabulary].log_softmax(-1)
         best = logps.topk(MOST - number % 2)
         record = {
             "input_ids": ids.tolist(), "labels": [-100] * prompt + ids[prompt:].tolist(),

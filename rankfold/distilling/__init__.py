@@ -1,0 +1,1 @@
+"""`rankfold distill`: records with a teacher's most likely tokens."""

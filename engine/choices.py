@@ -41,6 +41,8 @@ ADAPTER_READERS: tuple[AdapterReader, ...] = get_args(AdapterReader)
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 """What is spread over data-parallel ranks; each spreads more than the one before it."""
 
+EntropyUse = Literal["none", "values", "gradient"]
+"""What an objective takes of the entropies of the tokens' distributions: nothing, numbers, or these with gradients."""
 PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo", "vespo"]
 """How the losses of a completion's tokens become one number."""
 RatioLevel = Literal["token", "sequence"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
+from engine.choices import EntropyUse, ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
 from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, changed, option
 
@@ -175,6 +175,9 @@ class ObjectiveOptions:
         num_iterations: Passes over each generation batch, for grpo.
         top_entropy_quantile: Share of the tokens of a micro-batch, over all data-parallel ranks, that count in the
             loss: those of the highest entropy (2506.01939), for grpo.
+        entropy_coefficient: Weight of the entropy of the model at the tokens of completions, which is subtracted from
+            their losses, so that sampling stays varied, for grpo; summed as objective.loss_type sums losses. 0 for
+            none.
         report_entropy: Report the mean entropy of the model at the tokens of completions, for grpo; false saves a pass
             over the logits.
         off_policy_threshold: Mask completions with negative advantage whose mean drop in log-probability per token
@@ -212,6 +215,7 @@ class ObjectiveOptions:
     mask_truncated: bool = option(False, REPORTED, POLICY_GRADIENT)
     num_iterations: int = option(1, REPORTED, POLICY_GRADIENT)
     top_entropy_quantile: float = option(1.0, REPORTED, POLICY_GRADIENT)
+    entropy_coefficient: float = option(0.0, REPORTED, POLICY_GRADIENT)
     report_entropy: bool = option(True, IGNORED, POLICY_GRADIENT)  # a figure
     off_policy_threshold: float | None = option(None, REPORTED, POLICY_GRADIENT)
     importance_correction: ImportanceCorrection = option("none", REPORTED, POLICY_GRADIENT)
@@ -252,6 +256,9 @@ class ObjectiveOptions:
         self._check_importance()
         self._check_rewards()
         require_at_least("objective.num_iterations", self.num_iterations, 1, "use for example 1")
+        require_not_negative(
+            "objective.entropy_coefficient", self.entropy_coefficient, "use for example 0.001, or 0 for none"
+        )
         require(
             0 <= self.top_entropy_quantile <= 1,
             f"objective.top_entropy_quantile is {self.top_entropy_quantile}, but a share from 0 to 1 is expected: use "
@@ -364,6 +371,13 @@ class ObjectiveOptions:
     def divergence_weight(self) -> float:
         """objective.beta of grpo."""
         return 0.0 if self.beta is None else self.beta
+
+    @property
+    def entropy_use(self) -> EntropyUse:
+        """What policy gradients take of the entropies of the tokens' distributions."""
+        if self.entropy_coefficient > 0:
+            return "gradient"
+        return "values" if self.report_entropy or self.top_entropy_quantile < 1 else "none"
 
     @property
     def importance_level(self) -> RatioLevel:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.choices import EntropyUse
 from engine.config.run import RunConfig
 from engine.distributed.differentiable import reduce_from_all
 from engine.distributed.mesh import Axis
@@ -39,7 +40,7 @@ class BradleyTerry:
     shown: tuple[str, ...] = ("accuracy", "margin")
     maxima: tuple[str, ...] = ()
     temperature = 1.0
-    needs_entropies = False
+    entropy_use: EntropyUse = "none"
     head_loss = None
     loss_at_chance: float | None = None
     compares_with_base = False

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.choices import EntropyUse
 from engine.distributed.differentiable import reduce_from_all
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -45,11 +46,13 @@ class Judge(Decoder):
         context: TokenContext,
         *,
         temperature: float = 1.0,
-        entropies: bool = False,
+        entropies: EntropyUse = "none",
         block_loss: BlockLoss | None = None,
     ) -> TokenFigures:
         """Returns each token's score, fp32 [T], in the place of its loss; equal on all tensor-parallel ranks."""
-        assert temperature == 1.0 and not entropies and block_loss is None, "options of a distribution over tokens"
+        assert temperature == 1.0 and entropies == "none" and block_loss is None, (
+            "options of a distribution over tokens"
+        )
         return TokenFigures(self._units[-1].run(lambda x: self._scores(x, context), x))
 
     def _scores(self, x: Tensor, context: TokenContext) -> Tensor:

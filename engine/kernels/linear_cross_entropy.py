@@ -55,6 +55,26 @@ def entropy_moment(logits_CV: Tensor) -> Tensor:
     return moment_C
 
 
+def entropy_gradient(logits_CV: Tensor, max_C: Tensor, total_C: Tensor, entropies_C: Tensor, scale_C: Tensor) -> Tensor:
+    """Returns -scale p (log p + H), the gradient of sum(scale * H) with respect to the logits, written over them; some
+    tokens at a time.
+
+    Args:
+        max_C, total_C, entropies_C: of the whole vocabulary.
+        scale_C: weight of each token's entropy H.
+    """
+    count = max(1, MOMENT_NUMBERS // max(1, logits_CV.shape[1]))
+    # log p + H, in which the logarithm of the total cancels, is a logit less the mean of all
+    minus_mean_C, factor_C = entropies_C - total_C.log(), -scale_C / total_C
+    for start in range(0, logits_CV.shape[0], count):
+        block = slice(start, start + count)
+        shifted = logits_CV[block].to(max_C.dtype) - max_C[block, None]
+        # a logit of -inf has no part in it
+        further = shifted.clamp(min=torch.finfo(shifted.dtype).min).add_(minus_mean_C[block, None])
+        logits_CV[block] = further.mul_(shifted.exp_()).mul_(factor_C[block, None])
+    return logits_CV
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossKernels:
     """The backend's part of the loss.
@@ -66,6 +86,8 @@ class LossKernels:
             over the result of `statistics`; local_max is this shard's, max and total the whole vocabulary's.
         moment: logits_CV -> sum of exp(logit - maximum) (logit - maximum) of this shard, [C], from which entropies are
             computed. Called before `statistics`, and leaves the logits as they are.
+        entropy_gradient: (logits_CV, max_C, total_C, entropies_C, scale_C) -> the gradient of the entropies, written
+            over the logits as they were before `statistics`; see there.
         product: as torch.mm, with `out`.
         tokens_multiple: products with the head use the machine well for so many tokens, or a multiple.
     """
@@ -73,6 +95,7 @@ class LossKernels:
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     moment: Callable[[Tensor], Tensor] = entropy_moment
+    entropy_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = entropy_gradient
     product: Callable[..., Tensor] = torch.mm
     tokens_multiple: int = 1
 
@@ -129,6 +152,7 @@ def linear_cross_entropy(
     combine_sum: Combine | None = None,
     chunk_tokens: int = 1024,
     entropies_T: Tensor | None = None,
+    entropy_dhidden_TH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns token losses, and the gradient of sum(scale * loss) with respect to `hidden`.
 
@@ -143,6 +167,8 @@ def linear_cross_entropy(
         chunk_tokens: tokens at a time; the buffer is [chunk_tokens, V] in hidden's dtype.
         entropies_T: fp32 [T] that the entropies of all tokens' distributions are written to; None where they are
             not asked for.
+        entropy_dhidden_TH: [T, h] that this shard's partial sum of the gradient of the sum of all entropies is written
+            to; None where it is not asked for.
 
     Returns:
         fp32 [T] losses (0 without a label), the same on every shard; and [T, h] in hidden's dtype, this shard's partial
@@ -163,11 +189,17 @@ def linear_cross_entropy(
         chunk = slice(start, start + chunk_tokens)
         targets_C = targets_T[chunk]
         logits_CV = kernels.product(hidden_TH[chunk], weight_VH.t(), out=buffer[: targets_C.shape[0]])
+        kept_CV = None if entropy_dhidden_TH is None else logits_CV.clone()
         local = kernels.shard_statistics(logits_CV, targets_C, with_moment=entropies_T is not None)
         whole = combine_statistics(local, combine_max=combine_max, combine_sum=combine_sum)
         loss_T[chunk] = whole.losses()
         if entropies_T is not None:
             entropies_T[chunk] = whole.entropies()
+        if kept_CV is not None and entropy_dhidden_TH is not None:
+            if num_rows > 0:
+                ones_C = torch.ones_like(whole.total)
+                kernels.entropy_gradient(kept_CV, whole.maximum, whole.total, whole.entropies(), ones_C)
+            kernels.product(kept_CV, weight_VH, out=entropy_dhidden_TH[chunk])
         if dhidden_TH is not None and scale_T is not None:
             if num_rows > 0:
                 kernels.gradient(logits_CV, targets_C, local.maximum, whole.maximum, whole.total, scale_T[chunk])

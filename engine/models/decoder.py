@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from engine.batch import Batch, Embeddings, Padding
+from engine.choices import EntropyUse
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
@@ -435,7 +436,7 @@ class Decoder(nn.Module):
         context: TokenContext,
         *,
         temperature: float = 1.0,
-        entropies: bool = False,
+        entropies: EntropyUse = "none",
         block_loss: BlockLoss | None = None,
     ) -> TokenFigures:
         """Returns what an objective is made of; see `engine.models.head_figures`."""
@@ -458,9 +459,15 @@ class Decoder(nn.Module):
                     block_loss=block_loss,
                 )
             )
-            return found[0].losses_T
+            losses_T, entropies_T = found[0]
+            if entropies_T is None or not entropies_T.requires_grad:
+                return losses_T
+            return torch.stack((losses_T, entropies_T))  # a unit has one result
 
-        return TokenFigures(self._units[-1].run(losses, x), found[0].entropies_T)
+        result = self._units[-1].run(losses, x)
+        if result.shape == found[0].losses_T.shape:
+            return TokenFigures(result, found[0].entropies_T)
+        return TokenFigures(*result.unbind())
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
         """Returns the token losses of the whole model. See `token_losses`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchPart
+from engine.choices import EntropyUse
 from engine.distributed.sharding import ShardSpec
 from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import RMSNorm
@@ -16,7 +17,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.block_loss import BlockLoss, HeldVocabulary, block_losses, frozen_head_block_losses
 from engine.ops.capped_loss import capped_loss
-from engine.ops.cross_entropy import cross_entropy
+from engine.ops.cross_entropy import cross_entropy, losses_and_entropies
 from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import NormInput
 from engine.ops.several_labels import several_label_losses
@@ -39,8 +40,8 @@ class TokenFigures(NamedTuple):
     Args:
         losses_T: fp32 negative log-likelihood of each label, differentiable; 0 where there is none. [T, K] where the
             micro-batch has `SeveralLabels`, [T, F] of a `BlockLoss`.
-        entropies_T: fp32 entropy of the distribution over the vocabulary at each token, without gradient; None where
-            it was not asked for.
+        entropies_T: fp32 entropy of the distribution over the vocabulary at each token, with a gradient where that was
+            asked for; None where it was not.
     """
 
     losses_T: Tensor
@@ -83,7 +84,7 @@ def head_figures(
     vocab_spec: ShardSpec,
     config: DecoderConfig,
     temperature: float,
-    entropies: bool,
+    entropies: EntropyUse,
     several: SeveralLabels | None = None,
     block_loss: BlockLoss | None = None,
 ) -> TokenFigures:
@@ -95,7 +96,7 @@ def head_figures(
         context: of the tokens.
         norm, head, vocab_spec, config: of the model; the head is split over the vocabulary as `vocab_spec` says.
         temperature: logits are divided by it.
-        entropies: whether the entropies are wanted; not together with several labels or a `block_loss`.
+        entropies: what is wanted of them; nothing together with several labels or a `block_loss`.
         several: labels in place of `labels_T`.
         block_loss: a loss in place of that of the labels, at temperature 1.
     """
@@ -109,11 +110,14 @@ def head_figures(
     pieces = vocab_spec.pieces
     first_id = pieces[0].global_offset if pieces else config.vocab_size
     num_ids = pieces[0].length if pieces else 0
-    entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
+    differentiable = entropies == "gradient" and torch.is_grad_enabled()
+    entropies_T: Tensor | None = None
+    if entropies != "none" and not differentiable:
+        entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device)
     chosen = () if context.choice is None else context.choice.leaves(operands.name)
     is_fused = not is_read_in_backward(head) and not chosen
     if block_loss is not None:
-        assert temperature == 1.0 and not entropies and several is None
+        assert temperature == 1.0 and entropies == "none" and several is None
         held = HeldVocabulary(first_id=first_id, num_ids=num_ids, axis=operands.axis)
         if is_fused:
             losses_T = frozen_head_block_losses(
@@ -123,7 +127,7 @@ def head_figures(
             logits = head(x, source, context, output_divisor=divisor)
             losses_T = block_losses(logits, block_loss, gathers=operands.gathers, held=held, cap=cap)
     elif several is not None:
-        assert not entropies
+        assert entropies == "none"
         losses_T = several_label_losses(
             head(x, source, context, output_divisor=divisor),
             several.labels_KBS.flatten(1),
@@ -135,7 +139,7 @@ def head_figures(
             temperature=temperature,
         )
     elif is_fused:
-        losses_T = frozen_head_losses(
+        found = frozen_head_losses(
             x,
             source,
             operands,
@@ -144,6 +148,17 @@ def head_figures(
             num_ids=num_ids,
             leaves=source.leaves(),
             entropies_T=entropies_T,
+            differentiable=differentiable,
+        )
+        losses_T, entropies_T = found if isinstance(found, tuple) else (found, entropies_T)
+    elif differentiable:
+        losses_T, entropies_T = losses_and_entropies(
+            head(x, source, context, output_divisor=divisor),
+            labels_T,
+            first_id=first_id,
+            num_ids=num_ids,
+            axis=operands.axis,
+            kernels=operands.kernels,
         )
     else:
         losses_T = cross_entropy(

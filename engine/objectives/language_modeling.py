@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.choices import EntropyUse
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
@@ -23,7 +24,7 @@ class LanguageModeling:
     shown: tuple[str, ...] = ()
     maxima: tuple[str, ...] = ()
     temperature = 1.0
-    needs_entropies = False
+    entropy_use: EntropyUse = "none"
     head_loss = None
     loss_at_chance: float | None = None
     compares_with_base = False

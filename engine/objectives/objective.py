@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.choices import EntropyUse
 from engine.ops.block_loss import BlockLoss
 
 
@@ -93,8 +94,8 @@ class Objective(Protocol):
         ...
 
     @property
-    def needs_entropies(self) -> bool:
-        """Whether `sums` takes the entropies of the tokens' distributions."""
+    def entropy_use(self) -> EntropyUse:
+        """What `sums` takes of the entropies of the tokens' distributions."""
         ...
 
     @property
@@ -150,6 +151,6 @@ class Objective(Protocol):
             batch: their labels and weights.
             reference: as `reference` gave it for this batch; None where the objective has none, or the batch brings it.
             baseline: as `baseline` gave it for the global batch; None where there is none.
-            entropies_T: fp32 [T] without gradient; None where they are not needed.
+            entropies_T: fp32 [T], with a gradient where `entropy_use` says so; None where they are not needed.
         """
         ...

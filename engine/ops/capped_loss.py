@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.linear_cross_entropy import LossKernels, entropy_moment
+from engine.kernels.linear_cross_entropy import LossKernels, entropy_gradient, entropy_moment
 
 
 def capped_loss(cap: float, tokens_multiple: int, temperature: float = 1.0) -> LossKernels:
@@ -38,4 +38,16 @@ def capped_loss(cap: float, tokens_multiple: int, temperature: float = 1.0) -> L
     def moment(logits_CV: Tensor) -> Tensor:
         return entropy_moment((logits_CV / cap).tanh_().mul_(cap / temperature))
 
-    return LossKernels(statistics=statistics, gradient=gradient, moment=moment, tokens_multiple=tokens_multiple)
+    def of_entropies(logits_CV: Tensor, max_C: Tensor, total_C: Tensor, entropies_C: Tensor, scale_C: Tensor) -> Tensor:
+        capped_CV = (logits_CV / cap).tanh_().mul_(cap / temperature)
+        slope = 1.0 - (capped_CV.to(max_C.dtype) * (temperature / cap)).square_()
+        gradient_CV = entropy_gradient(capped_CV, max_C, total_C, entropies_C, scale_C)
+        return logits_CV.copy_(slope.mul_(gradient_CV).div_(temperature))
+
+    return LossKernels(
+        statistics=statistics,
+        gradient=gradient,
+        moment=moment,
+        entropy_gradient=of_entropies,
+        tokens_multiple=tokens_multiple,
+    )

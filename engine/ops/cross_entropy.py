@@ -40,27 +40,36 @@ class _CrossEntropy(torch.autograd.Function):
         axis: Axis,
         kernels: Kernels,
         entropies_T: Tensor | None,
-    ) -> Tensor:
+        differentiable: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         targets_T = labels_T - first_id
         targets_T = torch.where((targets_T >= 0) & (targets_T < num_ids), targets_T, -1)
-        local = kernels.loss.shard_statistics(logits_TV[:, :num_ids], targets_T, with_moment=entropies_T is not None)
+        kept_TV = logits_TV[:, :num_ids].clone() if differentiable else None
+        with_moment = entropies_T is not None or differentiable
+        local = kernels.loss.shard_statistics(logits_TV[:, :num_ids], targets_T, with_moment=with_moment)
         whole = combine_statistics(local, **over_axis(axis))
         if entropies_T is not None:
             entropies_T.copy_(whole.entropies())
         counted_T = labels_T != IGNORE_LABEL
-        ctx.save_for_backward(logits_TV, targets_T, local.maximum, whole.maximum, whole.total, counted_T)
+        found_T = whole.entropies() if differentiable else None
+        ctx.save_for_backward(
+            logits_TV, targets_T, local.maximum, whole.maximum, whole.total, counted_T, kept_TV, found_T
+        )
         ctx.num_ids, ctx.kernels = num_ids, kernels
-        return torch.where(counted_T, whole.losses(), 0.0)
+        losses_T = torch.where(counted_T, whole.losses(), 0.0)
+        return losses_T if found_T is None else (losses_T, found_T)
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        logits_TV, targets_T, local_max_T, max_T, total_T, counted_T = ctx.saved_tensors
+    def backward(ctx: Any, dloss_T: Tensor, dentropy_T: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        logits_TV, targets_T, local_max_T, max_T, total_T, counted_T, kept_TV, entropies_T = ctx.saved_tensors
         scale_T = torch.where(counted_T, dloss_T, 0.0)
         held, padding = logits_TV[:, : ctx.num_ids], logits_TV[:, ctx.num_ids :]
         if ctx.num_ids:
             ctx.kernels.loss.gradient(held, targets_T, local_max_T, max_T, total_T, scale_T)
+            if kept_TV is not None and dentropy_T is not None:
+                held += ctx.kernels.loss.entropy_gradient(kept_TV, max_T, total_T, entropies_T, dentropy_T)
         padding.zero_()
-        return logits_TV, None, None, None, None, None, None
+        return (logits_TV, *[None] * 7)
 
 
 def cross_entropy(
@@ -89,4 +98,20 @@ def cross_entropy(
     Returns:
         fp32 [T]; 0 where the label is IGNORE_LABEL. Equal on all ranks of the axis.
     """
-    return _CrossEntropy.apply(logits_TV, labels_T, first_id, num_ids, axis, kernels, entropies_T)
+    losses_T: Tensor = _CrossEntropy.apply(logits_TV, labels_T, first_id, num_ids, axis, kernels, entropies_T, False)
+    return losses_T
+
+
+def losses_and_entropies(
+    logits_TV: Tensor, labels_T: Tensor, *, first_id: int, num_ids: int, axis: Axis, kernels: Kernels = REFERENCE
+) -> tuple[Tensor, Tensor]:
+    """Computes the losses as `cross_entropy` does, and the entropies of the distributions, both differentiable. Keeps a
+    second copy of the logits until backward.
+
+    Returns:
+        fp32 [T] of each.
+    """
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(
+        logits_TV, labels_T, first_id, num_ids, axis, kernels, None, True
+    )
+    return found

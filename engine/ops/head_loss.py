@@ -3,8 +3,8 @@
     loss_t = log sum_v exp(z_tv) - z_t,label(t),   z = x W^T,   d loss_t / d x_t = (softmax(z_t) - onehot_t) W
 
 Each token's input gradient is linear in the gradient of its loss, so it is computed in forward, while the block's
-logits exist, and only multiplied in backward. The vocabulary may be split over the tensor-parallel ranks: three
-numbers a token cross them in forward, and the input's gradient in backward.
+logits exist, and only multiplied in backward; so is that of its entropy, where it counts. The vocabulary may be split
+over the tensor-parallel ranks: three numbers a token cross them in forward, and the input's gradient in backward.
 
 Legend: T tokens, I input features, V vocabulary rows held here.
 """
@@ -49,12 +49,17 @@ class _FrozenHeadLoss(torch.autograd.Function):
         num_ids: int,
         needs_gradient: bool,
         entropies_T: Tensor | None,
+        differentiable: bool,
         *leaves: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         axis = operands.axis
         gathers = operands.gathers
         local_x, statistics = source.make(u, None, operands.kernels)
         x_TI = all_gather(local_x, axis) if gathers else local_x
+        entropy_dx_TI = None
+        if differentiable:
+            entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x_TI.device)
+            entropy_dx_TI = torch.empty_like(x_TI) if needs_gradient else None
         losses_T, dx_TI = linear_cross_entropy(
             x_TI,
             operands.weight_OI,
@@ -67,20 +72,23 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 x_TI.element_size() * operands.weight_OI.shape[0], operands.kernels.loss.tokens_multiple
             ),
             entropies_T=entropies_T,
+            entropy_dhidden_TH=entropy_dx_TI,
             **over_axis(axis),
         )
-        ctx.save_for_backward(u, statistics, dx_TI)
+        ctx.save_for_backward(u, statistics, dx_TI, entropy_dx_TI)
         ctx.source, ctx.operands, ctx.gathers, ctx.num_leaves = source, operands, gathers, len(leaves)
-        return losses_T
+        return (losses_T, entropies_T) if differentiable and entropies_T is not None else losses_T
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Any, ...]:
-        u, statistics, dx_TI = ctx.saved_tensors
+    def backward(ctx: Any, dloss_T: Tensor, dentropy_T: Tensor | None = None) -> tuple[Any, ...]:
+        u, statistics, dx_TI, entropy_dx_TI = ctx.saved_tensors
         axis = ctx.operands.axis
         dx = dx_TI * dloss_T[:, None].to(dx_TI.dtype)
+        if entropy_dx_TI is not None and dentropy_T is not None:
+            dx = torch.addcmul(dx, entropy_dx_TI, dentropy_T[:, None].to(dx.dtype))
         dx = reduce_scatter(dx, axis) if ctx.gathers else all_reduce(dx, axis)
         du = ctx.source.gradient(dx, u, statistics, None, ctx.operands.kernels)
-        return (du, *([None] * (7 + ctx.num_leaves)))
+        return (du, *([None] * (8 + ctx.num_leaves)))
 
 
 def frozen_head_losses(
@@ -93,7 +101,8 @@ def frozen_head_losses(
     num_ids: int,
     leaves: tuple[Tensor, ...],
     entropies_T: Tensor | None = None,
-) -> Tensor:
+    differentiable: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes the token losses of a head without adapter, bias and trained weight.
 
     Args:
@@ -104,9 +113,13 @@ def frozen_head_losses(
         first_id, num_ids: the ids this rank holds.
         leaves: every tensor in `source` that requires a gradient.
         entropies_T: as for `engine.ops.cross_entropy.cross_entropy`.
+        differentiable: return the entropies too, as `engine.ops.cross_entropy.losses_and_entropies` does.
 
     Returns:
         fp32 [T]; 0 where the label is IGNORE_LABEL. Equal on all ranks of the axis.
     """
     needs_gradient = torch.is_grad_enabled() and (u.requires_grad or bool(leaves))
-    return _FrozenHeadLoss.apply(u, source, operands, labels_T, first_id, num_ids, needs_gradient, entropies_T, *leaves)
+    found: Tensor | tuple[Tensor, Tensor] = _FrozenHeadLoss.apply(
+        u, source, operands, labels_T, first_id, num_ids, needs_gradient, entropies_T, differentiable, *leaves
+    )
+    return found

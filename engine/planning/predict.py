@@ -108,7 +108,7 @@ def samples_of(config: RunConfig, *, prompt: int | None = None, completion: int 
         batch=config.train.global_batch_size * rollout.steps_per_generation,
         steps=steps,
         compared=steps > 1 or rollout.server is not None,
-        entropies=objective.report_entropy or objective.top_entropy_quantile < 1,
+        entropies=objective.entropy_use,
         seed=config.train.seed,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
+from engine.choices import EntropyUse
 from engine.config.parallel import ParallelOptions
 from engine.config.rollout import RolloutOptions
 from engine.layers.context import TrainingPlan
@@ -77,7 +78,7 @@ class Samples:
         batch: completions that are sampled together, over all ranks.
         steps: optimizer steps that are taken on them.
         compared: whether their log-probabilities are computed once more before the first of these.
-        entropies: whether training computes the entropies of their tokens.
+        entropies: what training takes of the entropies of their tokens.
         seed: of the sampling.
     """
 
@@ -88,7 +89,7 @@ class Samples:
     batch: int
     steps: int = 1
     compared: bool = False
-    entropies: bool = False
+    entropies: EntropyUse = "none"
     seed: int = 0
 
     @property

@@ -281,11 +281,13 @@ class RankModel:
         answers, samples = self._workload.answers, self._workload.samples
         options: dict[str, Any] = {}
         if samples is not None:
-            options = {"temperature": samples.options.temperature, "entropies": samples.entropies and saved}
+            options = {"temperature": samples.options.temperature, "entropies": samples.entropies if saved else "none"}
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
             figures = model.token_figures(x, batch, context, **options)
             losses = figures.losses_T * batch.loss_weights_BS.flatten()
+            if figures.entropies_T is not None and figures.entropies_T.requires_grad:
+                losses = losses - figures.entropies_T * batch.loss_weights_BS.flatten()
             if answers:
                 numbers = torch.arange(answers, device=META)
                 losses = torch.where(batch.tokens_BS.flatten() == numbers[:, None], losses, 0.0)

@@ -259,7 +259,9 @@ def _joins(training: Training) -> bool:
     linears, its loss needs no other pass and is not scaled. Collective over the pipeline's ranks, which have different
     adapters."""
     objective = training.objective
-    plain = not (objective.compares_with_base or objective.baseline or objective.needs_entropies or objective.maxima)
+    plain = not (
+        objective.compares_with_base or objective.baseline or objective.entropy_use != "none" or objective.maxima
+    )
     plain = plain and objective.head_loss is None
     plain = plain and objective.temperature == 1.0 and training.optimizer.loss_scale is None
     if not plain or training.stages.balance is not None:  # which counts what the tokens of one run choose

@@ -188,7 +188,7 @@ class ModelStage:
                     batch,
                     context,
                     temperature=objective.temperature,
-                    entropies=objective.needs_entropies and kind.head == "loss",
+                    entropies=objective.entropy_use if kind.head == "loss" else "none",
                     block_loss=None if head_loss is None else head_loss(batch),
                 )
                 out = self._loss(microbatch, figures)

@@ -91,6 +91,15 @@ def test_what_vespo_leaves_aside_is_left_out() -> None:
     assert (config.objective.epsilon, config.objective.delta, config.objective.vespo_lambda_neg) == (0.2, None, 1.5)
 
 
+def test_the_entropy_is_a_mean_over_tokens() -> None:
+    """Which it is here with a loss that is one too."""
+    _, config = converted(f"{LEAST[_GRPO]} --entropy_coef 0.01")
+    assert config.objective.entropy_coefficient == 0.01
+    conversion, config = converted(f"{LEAST[_GRPO]} --loss_type grpo --entropy_coef 0.01")
+    assert config.objective.entropy_coefficient == 0
+    assert any("entropy_coef has no counterpart" in note for note in conversion.notes)
+
+
 def test_groups_that_a_batch_does_not_hold_are_said() -> None:
     conversion, _ = convert(read_flags(f"{LEAST[_GRPO]} --num_generations 16", "flags", Path()), values=[], ranks=1)
     assert any("8 completions are no whole groups of rollout.num_generations 16" in line for line in conversion.to_fill)

@@ -271,7 +271,7 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "mask_truncated_completions": "objective.mask_truncated",
         "off_policy_mask_threshold": "objective.off_policy_threshold",
         "multi_objective_aggregation": "objective.reward_aggregation",
-        "router_aux_loss_coef": "train.router_aux_loss_coef",
+        "router_aux_loss_coef": "train.router_aux_loss_coef", "entropy_coef": "objective.entropy_coefficient",
     }  # fmt: skip
     given = dict(job.settings)
     given.pop("reward_weights", None)

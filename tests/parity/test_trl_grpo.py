@@ -80,6 +80,8 @@ JOBS: dict[str, Job] = {
         settings={**LOSSES["dapo"], "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, -0.4]},
         iterations=2,
     ),
+    "entropy": Job(settings={**LOSSES["dapo"], "entropy_coef": 0.4, "beta": 0.3, "temperature": 0.7}, iterations=2),
+    "entropy cispo": Job(settings={**LOSSES["cispo"], "entropy_coef": 0.4, "mask_truncated_completions": True}),
     "least sure": Job(settings={**LOSSES["dapo"], "top_entropy_quantile": 0.3, "beta": 0.3}, iterations=2),
     **{
         f"{mode}{f' {loss}' if loss in ('gspo', 'vespo') else ''}": Job(
@@ -105,11 +107,11 @@ JOBS |= {
     f"tools {name}": replace(JOBS[name], tools=True)
     for name in (
         *LOSSES, "dapo twice", "gspo twice", "luspo beta", "grpo parts", "masked dapo", "least sure", "far",
-        "token_truncate", "sequence_mask", "sequence_mask gspo",
+        "token_truncate", "sequence_mask", "sequence_mask gspo", "entropy",
     )
 }  # fmt: skip
 QUICK = (
-    "tools dapo twice", "tools sequence_mask",
+    "tools dapo twice", "tools sequence_mask", "entropy",
     "gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward",
     "far from a sampler that is not corrected", "token_mask vespo",
 )  # fmt: skip
@@ -187,8 +189,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     ),
     "data-2-sharded": (2, {"parallel.shard": "parameters", "train.micro_batch_size": 4}),
 }
-LONG = ("gspo twice", "dapo twice", "grpo beta", "sequence_mask gspo")
-QUICK_RUNS = (("gspo twice", "one-process"), ("gspo twice", "context-2-packed"), ("gspo twice", "data-2-sharded"))
+LONG = ("gspo twice", "dapo twice", "grpo beta", "sequence_mask gspo", "entropy")
+QUICK_RUNS = (
+    ("gspo twice", "one-process"), ("gspo twice", "context-2-packed"), ("gspo twice", "data-2-sharded"),
+    ("entropy", "tensor-2"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.choices import EntropyUse
 from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
@@ -84,7 +85,7 @@ class Kto:
     shown: tuple[str, ...] = ("margin", "kl")
     maxima: tuple[str, ...] = ()
     temperature = 1.0
-    needs_entropies = False
+    entropy_use: EntropyUse = "none"
     head_loss = None
 
     def __init__(self, options: ObjectiveOptions, *, cp: Axis, dp: Axis) -> None:

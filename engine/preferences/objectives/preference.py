@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.choices import EntropyUse
 from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
@@ -58,7 +59,7 @@ class Preference:
     shown: tuple[str, ...] = ("accuracy", "margin")
     maxima: tuple[str, ...] = ()
     temperature = 1.0
-    needs_entropies = False
+    entropy_use: EntropyUse = "none"
     head_loss = None
     baseline = None
 

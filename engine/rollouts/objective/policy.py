@@ -7,7 +7,9 @@ and the loss of a token are
     r = exp(p - p_old),   l = -min(min(r, d) A, clip(r, 1 - e, 1 + e_high) A) + b k,
     k = (exp(p_ref - p) - (p_ref - p) - 1) r
 
-with e, e_high, d and b the options' epsilon, epsilon_high, delta and beta. k estimates the divergence from the
+with e, e_high, d and b the options' epsilon, epsilon_high, delta and beta. From l is subtracted a multiple of the
+entropy of the whole distribution at the token, where the option says so, of those tokens that the first term counts
+at whose entropies are among the highest. k estimates the divergence from the
 reference (k3 of http://joschu.net/blog/kl-approx.html); its ratio is the bias correction. Where the batch brings no
 p_old it is p itself, without gradient. With n the target tokens of a completion, and sums over the global batch:
 
@@ -160,7 +162,7 @@ class PolicyGradient:
         self.samples_elsewhere = rollout.server is not None or self.correction != "none"
         """Whether p_sampled, not p_old, measures the distance of the model from a completion."""
         self.max_completion_length = rollout.max_completion_length
-        self.needs_entropies = options.report_entropy or options.top_entropy_quantile < 1.0
+        self.entropy_use = options.entropy_use
         self._by_sequence = options.importance_level == "sequence"
         self._cp, self._dp = cp, dp
 
@@ -183,7 +185,8 @@ class PolicyGradient:
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         options, completions = self.options, batch.part(Completions)
-        assert completions is not None and (entropies_T is not None) == self.needs_entropies, "see needs_entropies"
+        assert completions is not None and (entropies_T is None) == (self.entropy_use == "none"), "see entropy_use"
+        bonus_T, entropies_T = entropies_T, None if entropies_T is None else entropies_T.detach()
         tokens, logps_T = _Tokens.of(batch, completions, self._cp), -token_losses_T
         old_T = logps_T.detach() if completions.old_logps_BS is None else completions.old_logps_BS.flatten()
         log_ratio_T = (logps_T - old_T) * tokens.weights_T
@@ -203,7 +206,9 @@ class PolicyGradient:
         else:
             losses_T = self._surrogate(ratio_T, logps_T, advantages_T)
         if entropies_T is not None and options.top_entropy_quantile < 1.0:
-            losses_T = losses_T * self._least_sure(entropies_T, tokens.weights_T > 0)
+            least_sure_T = self._least_sure(entropies_T, tokens.weights_T > 0)
+            losses_T = losses_T * least_sure_T
+            bonus_T = None if bonus_T is None else bonus_T * least_sure_T
         if options.off_policy_threshold is not None:
             before_T = sampled_T if self.samples_elsewhere else old_T
             away_T = (before_T - logps_T.detach()).nan_to_num(nan=0.0)
@@ -220,6 +225,8 @@ class PolicyGradient:
             if options.kl_bias_correction:
                 divergence_T = divergence_T * ratio_T
             losses_T = losses_T + options.divergence_weight * divergence_T
+        if bonus_T is not None and options.entropy_coefficient:
+            losses_T = losses_T - options.entropy_coefficient * bonus_T
 
         loss = (losses_T * self._shares(tokens, completions)).sum()
         figures = self._figures(

@@ -15,6 +15,8 @@ _ELSEWHERE = "rewards.py"
 """A file for the functions of a script, which must not run when they are loaded."""
 _TOOLS = "tools.py"
 """A file for the tools and the environment of a script."""
+_BY_TOKENS = ("dapo", "cispo", "vespo")
+"""Losses that are divided by the tokens of the whole batch."""
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -130,6 +132,14 @@ def complete(conversion: Conversion) -> None:
     for name in ("objective.epsilon", "objective.epsilon_high", "objective.delta"):
         if loss in WITHOUT_LIMITS and name in options:
             conversion.remove(name, f"{loss} has no limits")
+    if options.get("objective.entropy_coefficient") and (
+        loss not in _BY_TOKENS or options.get("objective.top_entropy_quantile", 1.0) < 1
+    ):
+        conversion.remove("objective.entropy_coefficient", "TRL takes the mean over tokens, whatever the loss")
+        conversion.notes.append(
+            "entropy_coef has no counterpart, and the run will differ: TRL takes the mean of the entropy over tokens, "
+            f"and objective.entropy_coefficient sums it as {loss} sums losses"
+        )
     if facts.get("bias_correction") is False and options.get("objective.beta"):
         conversion.set_default("derived", "use_bias_correction_kl", "objective.kl_bias_correction", False)
     if "rollout.rewards" not in options:

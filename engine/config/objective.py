@@ -43,6 +43,8 @@ class ObjectiveKind:
             where nothing is sampled.
         companions: returns the frozen models that lie on the devices beside the trained one, given the RunConfig; see
             `engine.planning.rank_layout.Companion`. None where there are none.
+        neighbour: returns what processes that are no ranks hold on a device, given the RolloutOptions; see
+            `engine.planning.rank_layout.Neighbour`. None where there are no such processes.
         sections: sections of the configuration that belong to this objective.
     """
 
@@ -58,6 +60,7 @@ class ObjectiveKind:
     synthetic: bool = False
     predictor: str | None = None
     companions: str | None = None
+    neighbour: str | None = None
     sections: tuple[str, ...] = ()
 
 
@@ -100,6 +103,7 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
         samples=True,
         predictor="engine.rollouts.planned_rollouts:predict_rollout",
         companions="engine.distillation.teacher_model:companions",
+        neighbour="engine.rollouts.planned_judges:judges_on_device",
         sections=("rollout", "distillation"),
     ),
     "distillation": ObjectiveKind(

@@ -15,8 +15,11 @@ LOGITS = "logits"
 COMMUNICATION = "collectives"
 DECODED = "decoded weights"
 TEMPORARY = "temporary"
+JUDGES = "reward models"
+"""They are in processes of their own, which share a GPU with a rank."""
 PARTS = (
     WEIGHTS, ADAPTERS, MASTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS, COMMUNICATION, DECODED, TEMPORARY,
+    JUDGES,
 )  # fmt: skip
 """The purposes, in the order of reports."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from engine.kernels.reference_quantize import CHUNK
@@ -25,6 +25,7 @@ from engine.planning.ledger import (
     COMMUNICATION,
     DECODED,
     GRADIENTS,
+    JUDGES,
     MASTERS,
     OPTIMIZER,
     TEMPORARY,
@@ -231,14 +232,14 @@ class _Rank:
             parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
             parts[OPTIMIZER] = device_bytes(self._largest_span())
         parts[WEIGHTS] += sum(map(self._companion, self._workload.companions))
+        samples = self._workload.samples
+        if samples is not None and samples.neighbour is not None:
+            parts[JUDGES] = samples.neighbour.on_rank(self._layout, self._rank)
         return added(parts)
 
     def _companion(self, companion: Companion) -> int:
         """Counts the weights of a frozen model beside the trained one, adapters among them."""
-        workload = replace(
-            self._workload, decoder=companion.decoder, plan=companion.plan, beside=0, samples=None, companions=()
-        )
-        static = predict_static(workload, self._layout)[self._rank].static
+        static = predict_static(self._workload.of_companion(companion), self._layout)[self._rank].static
         return static.get(WEIGHTS, 0) + static.get(ADAPTERS, 0)
 
     def _flat(self) -> Counter[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.config.distillation import BASE
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
@@ -68,6 +69,7 @@ def workload_of(
         packed=config.data.fills_rows or objective.kind.group > 1,
         samples=samples,
         companions=_companions(config),
+        base_teachers=0 if objective.kind.companions is None else config.distillation.teachers.count(BASE),
         graphed=config.memory.cuda_graph != "none",
     )
 
@@ -110,6 +112,7 @@ def samples_of(config: RunConfig, *, prompt: int | None = None, completion: int 
         compared=steps > 1 or rollout.server is not None,
         entropies=objective.entropy_use,
         seed=config.train.seed,
+        neighbour=None if objective.kind.neighbour is None else resolve(objective.kind.neighbour)(rollout),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -67,6 +67,27 @@ class Layout:
         return ", ".join(parts)
 
 
+class Neighbour(NamedTuple):
+    """The memory that processes of the run which are no ranks hold on a device.
+
+    Args:
+        gpu: its number; None for host memory.
+        nbytes: of it.
+        copies: processes that each hold a part of it.
+    """
+
+    gpu: int | None
+    nbytes: int
+    copies: int
+
+    def on_rank(self, layout: Layout, pipeline_rank: int) -> int:
+        """Returns the bytes on the GPUs of a pipeline rank: those of the first GPU are on the first one, and others
+        count on each."""
+        if self.gpu is None or self.gpu >= layout.world_size or (self.gpu == 0 and pipeline_rank > 0):
+            return 0
+        return self.nbytes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
     """The completions that a step trains on, which are sampled first.
@@ -80,6 +101,7 @@ class Samples:
         compared: whether their log-probabilities are computed once more before the first of these.
         entropies: what training takes of the entropies of their tokens.
         seed: of the sampling.
+        neighbour: what other processes of the run hold on one of the GPUs; None for nothing.
     """
 
     predictor: str
@@ -91,6 +113,7 @@ class Samples:
     compared: bool = False
     entropies: EntropyUse = "none"
     seed: int = 0
+    neighbour: Neighbour | None = None
 
     @property
     def tokens(self) -> int:
@@ -111,6 +134,9 @@ class SamplesCost:
         launches: of one of them.
         graphed: whether these are replayed as CUDA graphs.
         host_limits: whether launching takes longer than computing.
+        turns: of each completion.
+        result_tokens: tokens of the results between two turns.
+        between: seconds of the passes of these.
     """
 
     cache: int
@@ -122,10 +148,13 @@ class SamplesCost:
     launches: int
     graphed: bool
     host_limits: bool
+    turns: int = 1
+    result_tokens: int = 0
+    between: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.prefill + self.decode
+        return self.prefill + self.decode + self.between
 
 
 class Companion(NamedTuple):
@@ -182,7 +211,8 @@ class Workload:
         packed: whether rows may hold several documents even where one fills a row, which chooses the kernel of
             attention.
         samples: of an objective that samples what it trains on; None where data are given.
-        companions: models beside the trained one, whose weights count; their computation does not.
+        companions: frozen models beside the trained one, each of which goes through the rows once.
+        base_teachers: how many times the model without its adapters does, as a companion would.
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
         tenants: runs on one base that share a micro-batch, each with adapters like those of the plan; 0 where the
             model is one run's own.
@@ -211,6 +241,7 @@ class Workload:
     packed: bool = False
     samples: Samples | None = None
     companions: tuple[Companion, ...] = ()
+    base_teachers: int = 0
     graphed: bool = False
     tenants: int = 0
 
@@ -223,6 +254,21 @@ class Workload:
     def packs_documents(self) -> bool:
         """Whether rows may hold several documents."""
         return self.packed or self.document_length < self.seq_length
+
+    def of_companion(self, companion: Companion) -> Workload:
+        """Returns the work of one of the companions on the same rows."""
+        return replace(
+            self,
+            decoder=companion.decoder,
+            plan=companion.plan,
+            beside=0,
+            samples=None,
+            companions=(),
+            base_teachers=0,
+            refers_to_base=False,
+            balances=False,
+            graphed=False,
+        )
 
     def num_microbatches(self, layout: Layout) -> int:
         """Micro-batches of each rank in a step; the last may be filled up where completions were packed."""

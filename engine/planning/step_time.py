@@ -29,7 +29,7 @@ from engine.planning.ledger import total
 from engine.planning.machine import Machine, bounds, check_encoding
 from engine.planning.peak import STATE_SHARDING
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
-from engine.planning.rank_layout import Layout, SamplesCost, SamplesPredictor, Workload
+from engine.planning.rank_layout import Companion, Layout, SamplesCost, SamplesPredictor, Workload
 from engine.planning.shapes import WIDE, LayerShape, ModelShape, Parameters
 from engine.planning.traces import RankModel, rank_model
 from engine.seams import resolve
@@ -101,6 +101,7 @@ class StepTime:
         waits: how many times as long a micro-batch takes there as the device alone would.
         sampling: seconds of a step's share of sampling what it trains on.
         samples: of a batch of completions; None where nothing is sampled.
+        teachers: seconds of a step's share of the passes of frozen models that are learned from.
     """
 
     step: float
@@ -116,6 +117,7 @@ class StepTime:
     waits: float = 1.0
     sampling: float = 0.0
     samples: SamplesCost | None = None
+    teachers: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,8 +338,12 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     counts_first = workload.balances and (microbatches > 1 or plan.schedule.num_ranks > 1)
     compared = 0.0 if workload.samples is None or not workload.samples.compared else 1 / workload.iterations
     if passes := int(workload.refers_to_base) + int(counts_first) + compared:
-        stages = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
-        step += passes * (microbatches * max(stages) + sum(stages) - max(stages))
+        step += passes * _forwards(costs, plan, microbatches)
+    # once for each batch of completions
+    teachers = workload.base_teachers * _forwards(costs, plan, microbatches)
+    teachers += sum(_pass_of(one, workload, layout, memory, machine) for one in workload.companions)
+    teachers /= workload.iterations
+    step += teachers
     sampling = 0.0
     if workload.samples is not None and samples is not None:
         sampling = samples.seconds / workload.samples.steps
@@ -355,7 +361,25 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
         waits=max(one.waits for one in ranks),
         sampling=sampling,
         samples=samples,
+        teachers=teachers,
     )
+
+
+def _forwards(costs: Costs, plan: PipelinePlan, microbatches: int) -> float:
+    """Returns the seconds of a pass of all micro-batches without a backward, with the pipeline's filling."""
+    ranks = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
+    return microbatches * max(ranks) + sum(ranks) - max(ranks)
+
+
+def _pass_of(companion: Companion, workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> float:
+    """Returns the seconds in which a frozen model goes through a step's rows."""
+    own = workload.of_companion(companion)
+    model = rank_model(own, layout.parallel)
+    microbatches = own.num_microbatches(layout)
+    plan = pipeline_plan(own.decoder, model.shape, layout.parallel, microbatches)
+    plain = MemoryPlan(recompute=memory.recompute)
+    costs, _, _ = _costs(_Times(own, layout, model, machine, plain), layout, plain, machine, model.shape, plan)
+    return _forwards(costs, plan, microbatches)
 
 
 def _samples(workload: Workload, layout: Layout, machine: Machine) -> SamplesCost | None:

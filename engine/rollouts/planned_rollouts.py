@@ -5,8 +5,8 @@ of prompts and one of a token for every slot, halfway through the completions, w
 So nothing here knows how a cache is laid out or what a pass launches. The first layers run, all kinds of layers among
 them, and count for those that are like them. Prompts and completions all have the same length;
 rows that end early give their slots to others, so that all passes but the last have a row in every slot. Completions of
-several turns have as many as rollout.max_turns allows, two where it does not say, each of which computes the tokens
-before it once more.
+several turns have as many as rollout.max_turns allows, two where it does not say. The results between two of them are
+part of the completion, and run in a pass of their own behind the row's tokens in the cache.
 
 What is computed on all pipeline ranks counts as if they ran in turn, which they do. Not counted: reward functions, and
 the private memory of graphs.
@@ -50,6 +50,8 @@ _LAYER = re.compile(r"layers\.(\d+)\b")
 """The number in the name of a layer, or of a part of one."""
 _TURNS = 2
 """Turns of a completion whose model may call tools, where rollout.max_turns does not say; an assumption."""
+_RESULT_TOKENS = 64
+"""Tokens of the results between two turns, as far as there is room for them; an assumption."""
 LATENCY = 12e-6
 """Seconds of a small collective between GPUs of a node; an estimate."""
 
@@ -63,6 +65,7 @@ class _Traced:
         beside: bytes at the peak of both passes, without the cache.
         prompts: in the pass of prompts.
         prefill, decode: launches of the passes.
+        turn: launches of the pass between two turns of a row; none where completions have one turn.
         graphs: whether decode passes can be graphs.
     """
 
@@ -71,6 +74,7 @@ class _Traced:
     prompts: int
     prefill: tuple[Launch, ...]
     decode: tuple[Launch, ...]
+    turn: tuple[Launch, ...]
     graphs: bool
 
 
@@ -97,17 +101,19 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
     passes = max(0, -(-rows * (samples.completion - 1) // slots))
     graphed = traced.graphs and samples.options.cuda_graph == "auto" and workload.device_type == "cuda"
     graphed = graphed and parallel.pipeline == 1 and parallel.expert == 1 and parallel.shard != "parameters"
-    prefill = decode = each = 0.0
+    turns = (samples.options.max_turns or _TURNS) if samples.options.takes_turns else 1
+    prefill = decode = each = between = 0.0
     host_limits = False
     if machine is not None:
         ahead, host = _seconds(traced.prefill, machine)
         links = _links(workload, layout, machine, PREFILL_TOKENS)
         first = samples.prompt / _prompt_length(samples)
         prefill = -(-prompts // traced.prompts) * max(first * (ahead + links), host)
-        if samples.options.takes_turns:  # each further turn computes its conversation so far, in a pass of its own
-            further = rows * ((samples.options.max_turns or _TURNS) - 1)
-            share = (samples.prompt + samples.completion / 2) / _prompt_length(samples)
-            prefill += further * max(share * (ahead + links), host)
+        if turns > 1:  # the results before each further turn, in a pass of their own
+            device, host = _seconds(traced.turn, machine)
+            between = (
+                rows * (turns - 1) * max(device + _links(workload, layout, machine, _result_tokens(samples)), host)
+            )
         device, host = _seconds(traced.decode, machine.graphed() if graphed else machine)
         device += _links(workload, layout, machine, slots)
         each, host_limits = max(device, host), host > device
@@ -118,6 +124,9 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         prefill=prefill,
         decode=decode,
         passes=passes,
+        turns=turns,
+        result_tokens=_result_tokens(samples) if turns > 1 else 0,
+        between=between,
         pass_seconds=each,
         launches=sum(one.count for one in traced.decode),
         graphed=graphed,
@@ -262,6 +271,12 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             marks.begin()
             stage.decode([place] * options.slots, [place] * options.slots, range(options.slots))
             decode = marks.launches()
+        turn: tuple[Launch, ...] = ()
+        if options.takes_turns:
+            length, new = _prompt_length(samples), _result_tokens(samples)
+            marks.begin()
+            stage.continue_row(0, range(length), length - new, range(length - new, length), 0)
+            turn = marks.launches()
         found = Counter[int]()
         for name, nbytes in stage.cache.bytes_by_layer().items():
             layers = _LAYER.findall(name)  # none in what is kept for all of them
@@ -272,6 +287,7 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             prompts=prompts,
             prefill=prefill,
             decode=decode,
+            turn=turn,
             graphs=stage.graph_obstacle is None,
         )
 
@@ -299,6 +315,11 @@ def _prompts_at_once(samples: Samples) -> int:
 def _prompt_length(samples: Samples) -> int:
     """Returns the tokens of the prompts in a traced pass: the last turn of several continues nearly a whole row."""
     return samples.tokens - 1 if samples.options.takes_turns else samples.prompt
+
+
+def _result_tokens(samples: Samples) -> int:
+    """Returns the tokens of the results between two turns."""
+    return max(1, min(_RESULT_TOKENS, samples.completion // 2))
 
 
 def _rows_of_each(samples: Samples, prompts: int) -> int:

@@ -120,7 +120,9 @@ def time_lines(candidate: Candidate, machine: Machine, devices: int) -> list[str
             "arithmetic"
         )
     if (samples := candidate.workload.samples) is not None:
-        lines += time_report.sampling(found, samples, devices)
+        lines += time_report.sampling(found, samples, devices) + time_report.judges(samples)
+    elif found.likely.teachers:
+        lines.append(f"of a step {found.likely.teachers:.3g} s are passes of teachers")
     return [one for one in (*lines, time_report.assumed(machine), time_report.host(found.likely)) if one]
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.planning.machine import Machine, bounds
-from engine.planning.rank_layout import Samples
+from engine.planning.rank_layout import Samples, SamplesCost
 from engine.planning.search import Candidate
 from engine.planning.step_time import StepRange, StepTime, predict_range
 from engine.telemetry.format import counted
@@ -84,21 +84,47 @@ def sampling(found: StepRange, samples: Samples, devices: int) -> list[str]:
     costs = [one.samples for one in (found.likely, found.fast, found.slow)]
     likely, fast, slow = (cost for cost in costs if cost is not None)
     if not likely.passes:
-        return ["rollout: sampled by rollout.server, whose time is not predicted; the step is that of training alone"]
+        taught = f" and {found.likely.teachers:.3g} s of teachers' passes" if found.likely.teachers else ""
+        alone = f"training{taught} alone"
+        return [f"rollout: sampled by rollout.server, whose time is not predicted; the step is that of {alone}"]
     rates = (rounded(samples.batch * samples.completion / devices / one.seconds) for one in (likely, slow, fast))
     times = (f"{one.seconds:#.3g}".rstrip(".") for one in (likely, fast, slow))
     shortest, *others = times
     likely_rate, low, high = rates
     how = "replayed as graphs" if likely.graphed else "launched one by one"
     waits = ", for which the GPU waits" if likely.host_limits else ""
-    training = found.likely.step - found.likely.sampling
+    training = found.likely.step - found.likely.sampling - found.likely.teachers
+    taught = "" if not found.likely.teachers else f", {found.likely.teachers:.3g} s passes of teachers"
     return [
         f"rollout: {counted(samples.batch, 'completion')} of {counted(samples.completion, 'token')} in "
         f"{shortest} s{_interval(shortest, *others)}, {likely_rate}{_interval(likely_rate, low, high)} tokens/s per "
         f"GPU; {likely.prefill:.2g} s of prompts, then {counted(likely.passes, 'pass')} of "
         f"{1e3 * likely.pass_seconds:.3g} ms with {likely.launches:,} kernels each, {how}{waits}",
-        f"of a step {found.likely.sampling:.3g} s are rollouts and {training:.3g} s training, rewards not counted; "
-        f"{likely.cache / 2**30:.2f} GiB of keys and values for {counted(samples.options.slots, 'slot')}",
+        f"of a step {found.likely.sampling:.3g} s are rollouts{taught} and {training:.3g} s training, rewards not "
+        f"counted; {likely.cache / 2**30:.2f} GiB of keys and values for {counted(samples.options.slots, 'slot')}",
+        *_turns(likely, samples),
+    ]
+
+
+def _turns(cost: SamplesCost, samples: Samples) -> list[str]:
+    """Returns a line on what is assumed of completions of several turns."""
+    if cost.turns == 1:
+        return []
+    where = "rollout.max_turns" if samples.options.max_turns else "assumed, since rollout.max_turns is not set"
+    return [
+        f"turns: {cost.turns} in a completion ({where}), with {counted(cost.result_tokens, 'token')} of results "
+        f"between two (assumed); {cost.between:.2g} s of passes of these, calls of tools not counted"
+    ]
+
+
+def judges(samples: Samples) -> list[str]:
+    """Returns a line on the place of reward models."""
+    if (held := samples.neighbour) is None:
+        return []
+    where = "in host memory" if held.gpu is None else f"on GPU {held.gpu}"
+    return [
+        f"reward models: {held.nbytes / 2**30:.2f} GiB of weights in {counted(held.copies, 'process')} "
+        f"{where}, what their passes take not counted"
     ]
 
 
@@ -107,6 +133,7 @@ def record(found: StepRange, devices: int) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "step_seconds": one.step,
+            "teacher_seconds": one.teachers,
             "tokens_per_second_per_gpu": one.tokens_per_second / devices,
             "bubble": one.bubble,
             "exposed_communication_seconds": one.links,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +20,19 @@ from engine.config.rollout import RolloutOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.models.families import family_of
-from engine.planning.launches import LaunchCounter
+from engine.planning.launch_times import launch_seconds
+from engine.planning.launches import LaunchCounter, TorchAttention
 from engine.planning.machine import MACHINES, Machine
 from engine.planning.peak import predict_layout
 from engine.planning.predict import workload_of
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Companion, Layout, Neighbour, Workload
 from engine.planning.step_time import predict_range, predict_time
 from engine.rollouts import planned_rollouts
+from engine.rollouts.cache_size import cache_size
+from engine.rollouts.planned_judges import judges_on_device
 from engine.rollouts.planned_rollouts import predict_rollout
 from engine.rollouts.trained_sampler import TrainedSampler
 from engine.training.module_plan import training_plan
@@ -98,6 +103,109 @@ def test_a_pass_is_that_of_a_run(run: PreparedRun) -> None:
     )
     assert found == names and len([name for name in names if "mm" in name]) > 10
     assert live.peak - before == pytest.approx(traced.beside + sum(traced.cache), rel=0.01)
+
+
+def test_a_pass_between_turns_is_that_of_a_run(run: PreparedRun) -> None:
+    """Its operations, in their order: the tokens of results alone, behind those in the cache."""
+    config, workload = planned(run, tools=("tools.py:f",), slots=4)
+    traced = planned_rollouts._trace(replace(workload, global_batch=0), ParallelOptions())
+    sampler = TrainedSampler(config, run.training, ends=frozenset((0,)), longest_prompt=PROMPT, say=print)
+    samples = workload.samples
+    assert samples is not None
+    cache = cache_size(config.rollout, prompt=PROMPT, row=workload.seq_length)
+    stage, counter = sampler._generator().stage, LaunchCounter(packed=True)
+    assert stage.cache.num_bytes == sum(traced.cache) and cache.conversations
+    planned_rollouts._prefill(stage, samples, 1)
+    length, new = planned_rollouts._prompt_length(samples), planned_rollouts._result_tokens(samples)
+    with torch.no_grad(), counter, TorchAttention(counter):
+        stage.continue_row(0, range(length), length - new, range(length - new, length), 0)
+    sent = ("_to_copy", "copy_", "lift_fresh")  # from the host, which is the device here
+    names, found = (
+        [ATTENTION.get(one.name, one.name) for one in launches if one.name not in sent]
+        for launches in (counter.launches, traced.turn)
+    )
+    assert found == names and len([name for name in names if "mm" in name]) > 10
+
+
+def test_turns_take_passes() -> None:
+    """Of 64 completions with 3 turns, 128 passes of results; each costs what the host takes to launch it at least."""
+    one = predict_rollout(_workload(LLAMA_3_8B), Layout(), H100)
+    three, usual = (
+        predict_rollout(_workload(LLAMA_3_8B, tools=("t.py:f",), max_turns=turns), Layout(), H100)
+        for turns in (3, None)
+    )
+    assert (one.turns, one.between, three.turns, usual.turns) == (1, 0.0, 3, 2)
+    assert three.between == pytest.approx(2 * usual.between) and three.result_tokens == 64
+    workload = _workload(LLAMA_3_8B, tools=("t.py:f",), max_turns=3)
+    turn = planned_rollouts._trace(replace(workload, global_batch=0), ParallelOptions()).turn
+    launches = sum(each.count for each in turn)
+    device = sum(launch_seconds(each, H100) for each in turn)
+    assert three.between == pytest.approx(128 * max(device, launches * H100.host_launch))
+    assert three.seconds == three.prefill + three.decode + three.between
+
+
+def _taught(teachers: tuple[str, ...], **rollout: Any) -> Workload:
+    found = _workload(LLAMA_3_8B, **rollout)
+    same = Companion(found.decoder, TrainingPlan())
+    return replace(
+        found, base_teachers=teachers.count("base"), companions=(same,) * (len(teachers) - teachers.count("base"))
+    )
+
+
+def test_teachers_take_passes() -> None:
+    """A pass of a teacher of the same size is a forward of the step's rows: that of the model without its adapters
+    takes no longer than with them. Where the rows are trained on twice, half a pass belongs to each step."""
+    without, base, model = (
+        predict_time(_taught(names), Layout(), MemoryPlan(), H100) for names in ((), ("base",), ("my-8b",))
+    )
+    compared = predict_time(_taught((), steps_per_generation=2), Layout(), MemoryPlan(), H100)
+    forward = (compared.step - compared.sampling) - (without.step - without.sampling)
+    assert without.teachers == 0 and base.teachers == pytest.approx(forward, rel=1e-6)
+    assert 0.8 * forward < model.teachers < forward
+    for one in (base, model):
+        assert one.step == pytest.approx(without.step + one.teachers)
+    both = predict_time(_taught(("base", "my-8b")), Layout(), MemoryPlan(), H100)
+    assert both.teachers == pytest.approx(base.teachers + model.teachers)
+    halves = predict_time(_taught(("my-8b",)), Layout(data=2), MemoryPlan(), H100)
+    assert halves.teachers == pytest.approx(model.teachers / 2, rel=0.01)
+
+
+def test_judges_lie_beside_ranks(tmp_path: Path) -> None:
+    """Their weights, in each process that calls rewards, on the GPU that they are given; to the byte of what a judge
+    holds, but for its buffers."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=64, num_labels=1))  # type: ignore[arg-type]
+    model.save_pretrained(tmp_path)
+    held = sum(one.numel() * one.element_size() for one in model.parameters())
+    options = {"rewards": (f"model:{tmp_path}",), "reward_workers": 3}
+    found = judges_on_device(RolloutOptions(**options))  # type: ignore[arg-type]
+    assert found is not None and (found.gpu, found.copies) == (0, 3)
+    assert found.nbytes == pytest.approx(3 * held, abs=3 * 4096)
+    cpu, seventh = (
+        judges_on_device(RolloutOptions(**options, judge_device=device))  # type: ignore[arg-type]
+        for device in ("cpu", "cuda:7")
+    )
+    assert cpu is not None and cpu.gpu is None and seventh is not None and seventh.gpu == 7
+    assert judges_on_device(RolloutOptions(rewards=("exact_match",))) is None
+    with pytest.raises(UserError, match="has no weights in files"):
+        judges_on_device(RolloutOptions(rewards=("model:nowhere",)))
+    workload = _workload(LLAMA_3_8B)
+    assert workload.samples is not None
+    large = Neighbour(0, 10 << 30, 1)
+
+    def peaks(neighbour: Neighbour | None, layout: Layout) -> list[int]:
+        assert workload.samples is not None
+        own = replace(workload, samples=replace(workload.samples, neighbour=neighbour))
+        return [one.peak for one in predict_layout(own, layout, MemoryPlan())]
+
+    alone, two = Layout(), Layout(parallel=ParallelOptions(pipeline=2))
+    assert peaks(large, alone)[0] == peaks(None, alone)[0] + large.nbytes
+    for gpu, ranks in ((0, (1, 0)), (1, (1, 1)), (7, (0, 0)), (None, (0, 0))):
+        own = [one - none for one, none in zip(peaks(large._replace(gpu=gpu), two), peaks(None, two), strict=True)]
+        assert own == [rank * large.nbytes for rank in ranks]
 
 
 def _workload(

@@ -17,6 +17,7 @@ PATH_OPTIONS = (
     "rollout.rewards",
     "rollout.tools",
     "rollout.environment",
+    "rollout.agent",
     "rollout.adapter_dir",
     "distillation.teachers",
     "data.train",

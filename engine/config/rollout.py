@@ -45,7 +45,8 @@ class RolloutOptions:
         rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer, regex:PATTERN or
             model:FOLDER. exact_match and numeric_answer compare with the column answer of the records, or with
             exact_match:COLUMN. model gives the score of a reward model (docs/reward-models.md): the folder of one, or
-            of a PEFT adapter on one. environment is the score that get_reward() of rollout.environment returns.
+            of a PEFT adapter on one. environment is the score that get_reward() of rollout.environment, or
+            rollout.agent, returns.
         reward_weights: Weights of rollout.rewards, in their order; [] weighs each with 1. A completion's reward is the
             weighted sum.
         num_generations: Completions of each prompt, which are compared with each other.
@@ -77,12 +78,20 @@ class RolloutOptions:
         environment: Class whose public methods are tools of one conversation, as FILE.py:NAME, with reset(), and
             get_reward() where rollout.rewards has environment, or the address of an OpenEnv server, as
             openenv:http://127.0.0.1:8000; null for none. Each conversation under way has one in a process of its own.
+        agent: Program that holds the conversations itself, as FILE.py:NAME, a function or a class whose objects are
+            called: with the fields of a record, and base_url, api_key and model of an OpenAI endpoint of the run, which
+            it asks for turns of the model; null for none. It returns a reward, None, or {"reward": ..., "metrics":
+            {...}}. Each conversation under way has a process of its own.
+        agent_timeout: Seconds that a conversation of rollout.agent may take, with all its turns of the model; the
+            completion of one that takes longer fails.
+        endpoint: Address at which the run answers the requests of rollout.agent, as HOST:PORT, which further copies of
+            the model add their number to; null for a free port of 127.0.0.1.
         tool_format: How the model writes calls of tools: "hermes", "qwen_xml", "llama", "mistral" or "harmony"; null
             for the one that the chat template asks for.
         max_turns: Turns of the model in a completion, after which its calls are no longer answered; null for as many
             as rollout.max_completion_length has room for.
-        environment_workers: Processes of tools and environments for each copy of the model, which is also how many
-            conversations with an environment are under way at a time; null for rollout.slots.
+        environment_workers: Processes of tools, environments or agents for each copy of the model, which is also how
+            many conversations with an environment or an agent are under way at a time; null for rollout.slots.
         environment_timeout: Seconds that a call of a tool, or of an environment's reset or get_reward, may take; the
             completion whose call takes longer fails.
         environment_memory: Address space of each of these processes, in GiB; null for no limit.
@@ -134,6 +143,9 @@ class RolloutOptions:
     judge_device: str | None = option(None, IGNORED)  # where scores are computed
     tools: tuple[str, ...] = option((), REPORTED)
     environment: str | None = option(None, REPORTED)
+    agent: str | None = option(None, REPORTED)
+    agent_timeout: float = option(3600.0, IGNORED)
+    endpoint: str | None = option(None, IGNORED)  # where it is
     tool_format: ToolFormat | None = option(None, REPORTED)
     max_turns: int | None = option(None, REPORTED)
     environment_workers: int | None = option(None, IGNORED)  # processes
@@ -227,10 +239,11 @@ class RolloutOptions:
         if self.environment is not None:
             NamedObject.parse("rollout.environment", self.environment)
         require(
-            self.environment is not None or ENVIRONMENT not in self.rewards,
+            self.environment is not None or self.agent is not None or ENVIRONMENT not in self.rewards,
             "rollout.rewards has environment and rollout.environment is null, so that nothing would give this score: "
             "name an environment, as env.py:NAME, or another reward.",
         )
+        self._check_agent()
         require_at_least("rollout.max_turns", self.max_turns, 1, "use for example 8, or null for no limit")
         require_at_least(
             "rollout.environment_workers", self.environment_workers, 1, "use for example 8, or null for rollout.slots"
@@ -248,17 +261,41 @@ class RolloutOptions:
             "has one turn: remove it, or name tools.",
         )
 
+    def _check_agent(self) -> None:
+        """Refuses invalid options of an agent."""
+        require_positive("rollout.agent_timeout", self.agent_timeout, "use for example 3600")
+        address_parts(self.endpoint)
+        if self.agent is None:
+            own = (field for field in fields(self) if field.name in ("agent_timeout", "endpoint"))
+            given = next((one.name for one in own if getattr(self, one.name) != one.default), None)
+            require(
+                given is None,
+                f"rollout.{given} is set and rollout.agent is not, without which nothing asks the run for turns: "
+                "remove it, or name an agent, as agent.py:NAME.",
+            )
+            return
+        NamedObject.parse("rollout.agent", self.agent)
+        require(
+            not self.agent.startswith(IN_PROGRAM),
+            f"rollout.agent is {self.agent}, and an agent runs in processes of its own: name a file, as agent.py:NAME.",
+        )
+        other = next((name for name in ("tools", "environment") if getattr(self, name)), None)
+        require(
+            other is None,
+            f"rollout.agent and rollout.{other} are both set, and an agent brings its own tools: remove one of them.",
+        )
+
     @property
     def named_programs(self) -> tuple[tuple[str, str], ...]:
-        """The tools and the environment, each with the option that names it."""
+        """The tools, the environment and the agent, each with the option that names it."""
         tools = [("rollout.tools", text) for text in self.tools]
-        environment = [] if self.environment is None else [("rollout.environment", self.environment)]
-        return (*tools, *environment)
+        whole = (("rollout.environment", self.environment), ("rollout.agent", self.agent))
+        return (*tools, *((option, text) for option, text in whole if text is not None))
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the model may call tools, so that a completion has several turns."""
-        return bool(self.tools) or self.environment is not None
+        """Whether a completion has several turns: the model may call tools, or an agent holds the conversation."""
+        return bool(self.tools) or self.environment is not None or self.agent is not None
 
     def _check_rewards(self) -> None:
         twice = next((text for text, count in Counter(self.rewards).items() if count > 1), None)
@@ -354,7 +391,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedObject:
-    """An entry of rollout.tools, or rollout.environment.
+    """An entry of rollout.tools, or rollout.environment or rollout.agent.
 
     Args:
         file: where it is; None of a Python program's own, and of a server's.
@@ -477,6 +514,24 @@ class RewardSource:
             "write for example rewards.py:accuracy.",
         )
         return cls(file=file, function=function, name=function)
+
+
+def address_parts(text: str | None) -> tuple[str, int]:
+    """Returns the host and the port of rollout.endpoint; of none, a free port of this machine, 0.
+
+    Raises:
+        UserError: it has none.
+    """
+    if text is None:
+        return "127.0.0.1", 0
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    right = bool(colon) and bool(host) and port.isascii() and port.isdigit() and int(port) < 1 << 16
+    require(
+        right and host.isprintable() and not set(host) & set("/ @"),
+        f"rollout.endpoint is {text!r}, but HOST:PORT is expected: write for example 127.0.0.1:8700.",
+    )
+    return host, int(port)
 
 
 def is_web_address(text: str) -> bool:

@@ -259,7 +259,7 @@ class Generator:
         def start_more() -> None:
             """Starts further rows of a prompt without a pass, so that ranks in step run as many as before."""
             while more := self._next_of_shared(waiting, len(rows)):
-                chosen = self.stage.start(len(rows), [one.row for one in more])
+                chosen = self.stage.start(len(rows), [one.drawn for one in more])
                 new = [self._row(request, len(request.ids)) for request in more]
                 rows.extend(new)
                 if not self._continues_shared(waiting):
@@ -433,7 +433,7 @@ class Generator:
             [request.ids for request in prompts],
             coordinates,
             len(rows),
-            [[request.row for request in members] for members in starting],
+            [[request.drawn for request in members] for members in starting],
             waits=waits,
         )
         self.speed.prefill_seconds += self.stage.now() - began
@@ -455,7 +455,7 @@ class Generator:
     def _decode(self, rows: list[Row]) -> _Pass:
         places, positions = [row.place for row in rows], [row.position for row in rows]
         began, waited = self.stage.now(), self.stage.waits.seconds
-        chosen = self.stage.decode(places, positions, [row.request.row for row in rows])
+        chosen = self.stage.decode(places, positions, [row.request.drawn for row in rows])
         speed = self.speed
         speed.decode_seconds += self.stage.now() - began
         speed.decode_waited += self.stage.waits.seconds - waited
@@ -549,7 +549,7 @@ class Generator:
         """Runs the tokens of a prompt behind the first `count`, which the free slot behind `rows` has in the cache."""
         began, length = self.stage.now(), len(request.ids)
         positions = range(count - behind, length - behind)
-        chosen = self.stage.continue_row(len(rows), request.ids, count, positions, request.row)
+        chosen = self.stage.continue_row(len(rows), request.ids, count, positions, request.drawn)
         self.speed.prefill_seconds += self.stage.now() - began
         self.speed.prefill_tokens += length - count
         rows.append(self._row(request, length - behind))

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from engine.inference.text import TextStream
 
+_PLACE_BITS = 21
+"""Bits of a row's number that differ in a generation batch; those of its noise are above, up to bit 32."""
 Ending = Literal["stop_token", "stop_text", "length", "interrupted"]
 
 
@@ -15,16 +17,24 @@ class Request:
     """A prompt to continue.
 
     Args:
-        row: its number in the run; a coordinate of its random numbers.
+        row: its number in the run.
         ids: its tokens, those that stand for features of images included.
         images: in the order of their tokens.
         max_new: the most tokens that follow; None for those of the limits.
+        noise: which of a row's random numbers are its own, 0 to 2047, where a row may continue the same tokens more
+            than once.
     """
 
     row: int
     ids: tuple[int, ...]
     images: tuple[Any, ...] = ()
     max_new: int | None = None
+    noise: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """The coordinate of its random numbers, beside a token's place."""
+        return self.row + (self.noise << _PLACE_BITS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

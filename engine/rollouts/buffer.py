@@ -7,7 +7,7 @@ are gone. Between two buffers there is nothing to save, since the weights sample
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from engine.errors import UserError
+from engine.rollouts.agents.metrics import metric_arrays, metrics_of
 from engine.rollouts.sampler import Sampled, Turns
 
+_COUNTS = [field.name for field in fields(Turns)]
 FILE = "rollouts.safetensors"
 """Name of a buffer's file in the folder of a checkpoint."""
 
@@ -94,6 +96,7 @@ class Buffer:
             "truncated": np.array([one.truncated for one in self.completions], dtype=np.bool_),
             **_turn_arrays(self.completions),
             **_route_arrays(self.completions),
+            **metric_arrays(self.completions),
             "rewards": self.rewards_NF,
             "advantages": self.advantages,
             "uniform": self.uniform,
@@ -126,7 +129,7 @@ class Buffer:
                 np.split(arrays[name], ends) for name in ("tokens", "sampled_logps", "old_logps") if name in arrays
             ]
             teachers = arrays.get("teacher_logps")
-            turns = _TurnColumns.of(arrays, ends)
+            turns, metrics = _TurnColumns.of(arrays, ends), metrics_of(arrays, len(parts[0]))
             routes = _routes(arrays, len(ends) + 1)
             completions = tuple(
                 Sampled(
@@ -134,6 +137,7 @@ class Buffer:
                     logps=logps,
                     truncated=bool(truncated),
                     routes=routes[place],
+                    metrics=metrics[place],
                     **turns.of_completion(place),
                 )
                 for place, (tokens, logps, truncated) in enumerate(
@@ -203,7 +207,7 @@ def _turn_arrays(completions: Sequence[Sampled]) -> dict[str, NDArray[Any]]:
     prompts = [none if one.prompt is None else one.prompt for one in completions]
     return {
         "written": np.concatenate(written),
-        "turns": np.array([[one.turns, one.calls, one.failed_calls] for one in counts], dtype=np.int64),
+        "turns": np.array([list(astuple(one)) for one in counts], dtype=np.int64),
         "prompt_lengths": np.array([len(one) for one in prompts], dtype=np.int64),
         "prompt_tokens": np.concatenate([none, *prompts]),
     }
@@ -243,11 +247,10 @@ class _TurnColumns:
     def of_completion(self, place: int) -> dict[str, Any]:
         if not self.turns:
             return {}
-        turns, calls, failed = self.turns[place]
         prompt = self.prompts[place]
         return {
             "written": self.written[place],
-            "turns": Turns(turns=turns, calls=calls, failed_calls=failed),
+            "turns": Turns(**dict(zip(_COUNTS, self.turns[place], strict=False))),
             "prompt": prompt if prompt.size else None,
         }
 

@@ -34,8 +34,9 @@ def cache_size(options: RolloutOptions, *, prompt: int, row: int) -> CacheSize:
     longest = prompt + options.max_completion_length
     if not options.takes_turns:
         return CacheSize(longest, options.max_completion_length, options.num_generations, 0)
-    # an environment may add to a prompt; and what is kept between turns may not depend on when environments answer, so
-    # that there is room for all conversations that have an environment, or whose tools are called, beside full slots
-    length = longest if options.environment is None else row
+    # an environment may add to a prompt, and an agent begins with another; and what is kept between turns may not
+    # depend on when environments answer, so that there is room for all conversations that have an environment, or whose
+    # tools are called, beside full slots
+    length = longest if options.environment is None and options.agent is None else row
     under_way = max(options.slots, options.environment_workers or 0)
     return CacheSize(length, None, options.num_generations, under_way)

@@ -20,11 +20,10 @@ from engine.rollouts.data.prompts import Prompt, PromptSet
 from engine.rollouts.figures import completion_figures
 from engine.rollouts.objective.advantages import total_rewards
 from engine.rollouts.pass_at_k import mean_pass_at_k, sizes
-from engine.rollouts.sampler import Sampled, Sampler
+from engine.rollouts.sampler import ConversationParts, Sampled, Sampler
 from engine.rollouts.scorer import Scorer, samples_of
 from engine.rollouts.served import Drawing, ServedSampler, sampling_settings
 from engine.rollouts.trained_sampler import TrainedSampler
-from engine.rollouts.turns.conversation import Talk
 from engine.training.build import Training
 from engine.training.evaluate import Validated
 
@@ -42,7 +41,7 @@ def evaluation_sampler(
     ends: frozenset[int],
     longest_prompt: int,
     say: Callable[[str], None],
-    talk: Talk | None,
+    talk: ConversationParts | None,
 ) -> Callable[[Sequence[Prompt], int, int], list[Sampled]]:
     """Returns what samples the completions of evaluations, where those of training are sampled; see
     `CompletionValidation`.

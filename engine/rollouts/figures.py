@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.printable import quoted
+from engine.rollouts.agents.metrics import agent_figures
 from engine.rollouts.buffer import Buffer
 from engine.rollouts.rewards.pool import Sample
 from engine.rollouts.sampler import Sampled
@@ -46,6 +47,9 @@ def step_figures(
     | turns/mean                                     | turns of the model, where it may call tools               |
     | tools/call_frequency                           | calls of tools in a completion                            |
     | tools/failure_frequency                        | share of the calls that the model was told an error of    |
+    | turns/branches, turns/left_out                 | branches of a conversation that an agent drives, share of |
+    |                                                | sampled tokens in those that are not trained on           |
+    | agent/NAME                                     | a metric that the agent returned                          |
 
     Lengths count the tokens that the model sampled.
 
@@ -89,7 +93,7 @@ def completion_figures(
             figures[f"completions/{name}_{kind}"] = float(value)
     if names:
         figures["unscored"] = float(unscored.mean())
-    figures |= _turn_figures(completions)
+    figures |= _turn_figures(completions) | agent_figures(completions)
     return figures | {"completions/clipped_ratio": float(truncated.mean())}
 
 

@@ -14,6 +14,7 @@ from engine.data.order import DataOrder
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.inference.generate import context_limit
+from engine.rollouts.agents.agent import Agent, read_agent
 from engine.rollouts.data.prompts import PromptLoader, PromptSet, read_prompts
 from engine.rollouts.data.routes import RouteShape
 from engine.rollouts.scorer import check_rewards, refuse_compared
@@ -38,8 +39,8 @@ class PromptData:
     train: PromptLoader
     rewards: Mapping[str, Callable[..., Any]]
     """Functions of a Python program, by their names."""
-    tools: Tools | None = None
-    """The tools that the model may call; None where there are none."""
+    tools: Tools | Agent | None = None
+    """The tools that the model may call, or the agent that drives its conversations; None where there are none."""
     routes: RouteShape | None = None
     """As `engine.rollouts.served.check_server` returned it."""
     rows: None = None
@@ -112,7 +113,11 @@ def read_prompt_data(
             f"is {limit}: set data.seq_length to {limit} or less."
         )
     programs = Programs(tools=supplied.tools, environments=supplied.environments)
-    tools = read_tools(config, launch, tokenizer, model, programs, log.info)
+    tools: Tools | Agent | None = None
+    if rollout.agent is not None:
+        tools = read_agent(config, launch, tokenizer, model, log.info)
+    elif rollout.takes_turns:
+        tools = read_tools(config, launch, tokenizer, model, programs, log.info)
     room = data.seq_length - rollout.max_completion_length
 
     def read(name: str, told: str) -> PromptSet:
@@ -122,7 +127,7 @@ def read_prompt_data(
                 tokenizer=tokenizer,
                 room=room,
                 overlong=data.overlong,
-                chat=None if tools is None else tools.chat,
+                chat=tools.chat if isinstance(tools, Tools) else None,
                 progress=progress.advance,
             )
         _require_known(name, found, decoder.vocab_size)

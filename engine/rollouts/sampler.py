@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,11 +37,15 @@ class Turns:
         turns: of the model.
         calls: of tools.
         failed_calls: those among them that the model was told an error of.
+        branches: of a conversation that a program outside drove, one of which is the completion; 0 of others.
+        left_out: tokens that the model sampled in its other branches.
     """
 
     turns: int = 1
     calls: int = 0
     failed_calls: int = 0
+    branches: int = 0
+    left_out: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,7 @@ class Sampled:
         dialogue: its messages, where the model may call tools, until it is scored.
         routes: uint8 or int16 [prompt and completion, layers with a router, experts of a token], the experts that a
             server chose for each token; the largest number of the dtype where none are known. None for none.
+        metrics: numbers that its agent returned, by their names.
     """
 
     tokens: NDArray[np.int32]
@@ -69,6 +74,7 @@ class Sampled:
     turns: Turns | None = None
     dialogue: Dialogue | None = None
     routes: NDArray[Any] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def sampled_mask(self) -> NDArray[np.bool_]:
         """Returns bool, the tokens that the model sampled."""
@@ -78,6 +84,86 @@ class Sampled:
     def num_sampled(self) -> int:
         """Tokens that the model sampled."""
         return len(self.tokens) - (0 if self.written is None else int(self.written.sum()))
+
+
+class Conversing(Protocol):
+    """A completion of several turns while it is made. One call at a time."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens so far, which the model continues."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """The most tokens of the next turn."""
+        ...
+
+    @property
+    def noise(self) -> int:
+        """A number of the random numbers of the next turn, beside its place: 0 to 2047."""
+        ...
+
+    def begin(self) -> None:
+        """Prepares the first turn, however long that takes."""
+        ...
+
+    def take(self, tokens: Sequence[int], logps: Sequence[float]) -> bool:
+        """Takes a turn that the model sampled behind `ids`; returns whether the model continues."""
+        ...
+
+    def sampled(self) -> Sampled:
+        """Returns the completion, when it has ended."""
+        ...
+
+
+class ConversationParts(Protocol):
+    """The parts that all conversations of a run share."""
+
+    @property
+    def pool(self) -> Seats:
+        """The processes that they need."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a completion, with all its turns."""
+        ...
+
+    def listen(self, copy: int) -> None:
+        """Gets ready on a rank that has conversations.
+
+        Args:
+            copy: number of its copy of the model.
+
+        Raises:
+            UserError: that is not possible.
+        """
+        ...
+
+    def converse(self, prompt: Prompt) -> Conversing:
+        """Returns a conversation that has not begun."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Returns sentences for the log that were not returned before."""
+        ...
+
+    def close(self) -> None:
+        """Ends the processes."""
+        ...
+
+
+class Seats(Protocol):
+    """Processes that conversations share."""
+
+    has_environment: bool
+    """Whether each conversation has one for as long as it lasts."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
 
 
 class Sampler(Protocol):

@@ -33,12 +33,11 @@ from engine.rollouts.data.routes import RouteShape, with_unknown
 from engine.rollouts.delivery_check import DeliveryCheck
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.rank_zero import broadcast_result
-from engine.rollouts.sampler import Sampled
+from engine.rollouts.sampler import ConversationParts, Conversing, Sampled
 from engine.rollouts.served_adapter import FILES, gather_trained, write_adapter
 from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
 from engine.rollouts.servers.server import HOW_TO_ROUTE, Asked, Shown
 from engine.rollouts.servers.several import CompletionServers
-from engine.rollouts.turns.conversation import Conversation, Talk
 from engine.rollouts.turns.served_turns import ask_for_turns
 from engine.runtime.launch import Launch
 from engine.runtime.secrets import secret
@@ -257,7 +256,7 @@ class ServedSampler:
         *,
         ends: frozenset[int],
         run_dir: Path,
-        talk: Talk | None = None,
+        talk: ConversationParts | None = None,
         prompts: Sequence[Sequence[int]] = (),
         routes: RouteShape | None = None,
         say: Callable[[str], None],
@@ -293,6 +292,8 @@ class ServedSampler:
         begun, self._begun = self._begun, None
         assert begun is not None and begun.generation == generation, (begun, generation)
         answers: list[Answer | Sampled] = broadcast_result(begun.asked, self._config)
+        for note in () if self._talk is None else self._talk.notes():
+            self._say(note)
         return [one if isinstance(one, Sampled) else self._sampled(one) for one in answers], begun.step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
@@ -390,7 +391,7 @@ class ServedSampler:
             return
         self._server.close()
         if self._talk is not None:
-            self._talk.pool.close()
+            self._talk.close()
         if failed:
             return
         rollout = self._config.rollout
@@ -468,7 +469,7 @@ class ServedSampler:
     def _ask_for_turns(
         self,
         prompts: Sequence[Prompt],
-        talk: Talk,
+        talk: ConversationParts,
         server: CompletionServers,
         drawing: Drawing,
         *,
@@ -476,10 +477,11 @@ class ServedSampler:
         generation: int,
     ) -> Asked[Sampled]:
         rollout, seed = self._config.rollout, self._config.train.seed
-        conversations = [Conversation(talk, prompt) for prompt in prompts for _ in range(drawing.members)]
+        talk.listen(0)
+        conversations = [talk.converse(prompt) for prompt in prompts for _ in range(drawing.members)]
 
-        def sample(place: int, turn: int, one: Conversation) -> Answer:
-            question = Question(one.ids, completion_seed(seed, generation, place, turn))
+        def sample(place: int, turn: int, one: Conversing) -> Answer:
+            question = Question(one.ids, completion_seed(seed, generation, place, one.noise or turn))
             return server.sample(name, place, question, replace(drawing.settings, max_tokens=one.room))
 
         at_once = talk.pool.size if talk.pool.has_environment else rollout.slots * len(rollout.servers)

@@ -25,6 +25,8 @@ from engine.data.loader import DataLoader
 from engine.data.row_shape import round_up
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.rollouts.agents.agent import Agent
+from engine.rollouts.agents.metrics import branch_note
 from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
 from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
@@ -68,7 +70,7 @@ class RolloutSource:
         loader: of its prompts.
         tokenizer: of the model.
         rewards: functions of a Python program, by their names.
-        tools: that the model may call; None for none.
+        tools: that the model may call, or the agent that drives its conversations; None for none.
         validation: held-out prompts; None for none.
         routes: as `engine.rollouts.served.check_server` returned it.
         metrics: gets completions with their rewards.
@@ -88,7 +90,7 @@ class RolloutSource:
         tokenizer: Tokenizer,
         *,
         rewards: Mapping[str, Callable[..., Any]],
-        tools: Tools | None = None,
+        tools: Tools | Agent | None = None,
         validation: PromptSet | None = None,
         routes: RouteShape | None = None,
         metrics: MetricsWriter,
@@ -309,6 +311,8 @@ class RolloutSource:
         completions, sampled_at = self._sampler.take(prompts, generation=generation, step=step)
         self._generation, self._prompts_answered = generation + 1, self._prompts_answered + len(prompts)
         self._begin_next(step, last)
+        if (note := branch_note(completions)) is not None:
+            self._say(f"step {step + 1}: {note}")
         sampled = time.monotonic()
         self.work_seconds[ROLLOUT] += sampled - begin
         samples = samples_of(prompts, completions, self._tokenizer)

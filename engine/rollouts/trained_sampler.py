@@ -22,8 +22,7 @@ from engine.inference.rows import Request
 from engine.inference.waiting_rows import RECOMPUTED
 from engine.rollouts.cache_size import cache_size
 from engine.rollouts.data.prompts import Prompt
-from engine.rollouts.sampler import Sampled
-from engine.rollouts.turns.conversation import Conversation, Talk
+from engine.rollouts.sampler import ConversationParts, Sampled
 from engine.rollouts.turns.feed import TurnFeed, leads
 from engine.training.build import Training
 
@@ -54,7 +53,7 @@ class TrainedSampler:
         ends: frozenset[int],
         longest_prompt: int,
         say: Callable[[str], None],
-        talk: Talk | None = None,
+        talk: ConversationParts | None = None,
         greedy: bool = False,
     ) -> None:
         self._training, self._rollout, self._say, self._talk = training, config.rollout, say, talk
@@ -87,6 +86,8 @@ class TrainedSampler:
         completions = self.sample(prompts, generation=generation)
         for note in self.notes[len(known) :]:
             self._say(f"rollouts: {note}")
+        for note in () if self._talk is None else self._talk.notes():
+            self._say(note)
         return completions, step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
@@ -103,7 +104,7 @@ class TrainedSampler:
     def close(self, *, failed: bool) -> None:
         """Ends the processes of environments; the cache was freed with the completions."""
         if self._talk is not None:
-            self._talk.pool.close()
+            self._talk.close()
 
     def sample(self, prompts: Sequence[Prompt], *, generation: int) -> list[Sampled]:
         """Samples the completions of some prompts, those of the first one first. Collective.
@@ -140,7 +141,9 @@ class TrainedSampler:
             )
         return found
 
-    def _with_turns(self, prompts: Sequence[Prompt], mine: range, generation: int, talk: Talk) -> list[Sampled]:
+    def _with_turns(
+        self, prompts: Sequence[Prompt], mine: range, generation: int, talk: ConversationParts
+    ) -> list[Sampled]:
         """Samples completions of several turns.
 
         Args:
@@ -150,7 +153,8 @@ class TrainedSampler:
         rows = {place: (generation << _ROW_BITS) + place for place in mine}
         own = None
         if leads(mesh):
-            own = {row: Conversation(talk, prompts[place // members]) for place, row in rows.items()}
+            talk.listen(mesh.dp_cp.rank)
+            own = {row: talk.converse(prompts[place // members]) for place, row in rows.items()}
         first = list[Request]()
         if not talk.pool.has_environment:  # which may add to a prompt
             first = [

@@ -16,13 +16,11 @@ from typing import Any
 from engine.choices import ToolFormat
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.rollouts.turns.stand_ins import QUESTION, StandIns, answer_message, call_message
 from engine.rollouts.turns.tool_calls import Turn, format_of_template, parse_turn
 
-_QUESTION = {"role": "user", "content": "?"}
 _RESULT, _THOUGHT, _VALUE = "Resulting value", "Considerations", "some text"
 """Texts that are looked for in what a template writes."""
-CALL_ID = "call00000"
-"""The identifier of every call, where a template wants one: nine letters or digits, as Mistral's do."""
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -51,8 +49,7 @@ class ToolChat:
                 "the model, such as hermes, or data.chat_template to a template with tools."
             )
         self.tool_format: ToolFormat = found
-        self._stands_in: dict[str, tuple[list[int], int]] = {}
-        """By the name of a tool: the tokens of the stand-in, and how many end tokens they have."""
+        self._stand_ins = StandIns(tokenizer, ends)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the token ids of a prompt, with the descriptions of the tools.
@@ -76,21 +73,7 @@ class ToolChat:
         Raises:
             UserError: the template refuses these messages.
         """
-        name = messages[0]["name"]
-        if name not in self._stands_in:
-            self._stands_in[name] = self._stand_in(name)
-        before, ends = self._stands_in[name]
-        answers = [{**one, "tool_call_id": CALL_ID} for one in messages]
-        whole = self._tokenizer.chat_ids([_QUESTION, _call(name), *answers], prompt=True)
-        if ends == 0:  # turns end without a token of their own
-            if whole[: len(before)] != before:
-                raise UserError(
-                    "the chat template writes a turn with a call differently where its result follows, and ends it "
-                    "with no token: set data.chat_template to one that does not."
-                )
-            return whole[len(before) :]
-        places = [place for place, token in enumerate(whole) if token in self._ends]
-        return whole[places[ends - 1] + 1 :]
+        return self._stand_ins.between(messages)
 
     def check(self) -> list[str]:
         """Checks that the template shows tools, calls and results; returns notes for the log.
@@ -101,12 +84,12 @@ class ToolChat:
         show, tools = self._tokenizer.show, self._tools
         name = str(self.schemas[0]["function"]["name"]) if self.schemas else "tool"
         advice = "set data.chat_template to a template with tools"
-        prompt = self._tokenizer.chat_ids([_QUESTION], tools=tools, prompt=True)
+        prompt = self._tokenizer.chat_ids([QUESTION], tools=tools, prompt=True)
         notes = []
         if tools and name not in show(prompt):
             notes.append("the chat template does not show the tools to the model, whose prompts must describe them")
         try:
-            called = self._tokenizer.chat_ids([_QUESTION, _call(name, {"key": _VALUE})], tools=tools)
+            called = self._tokenizer.chat_ids([QUESTION, call_message(name, {"key": _VALUE})], tools=tools)
             results = show(self.results([tool_message(name, _RESULT)]))
         except UserError as error:
             raise UserError(f"the chat template cannot show calls of tools ({error}): {advice}.") from error
@@ -127,11 +110,12 @@ class ToolChat:
         return notes
 
     def _drops_reasoning(self, name: str) -> bool:
-        thought = {**_call(name), "content": "", "reasoning_content": _THOUGHT}
-        chat = [_QUESTION, thought, tool_message(name, _RESULT)]
+        thought = {**call_message(name), "content": "", "reasoning_content": _THOUGHT}
+        chat = [QUESTION, thought, tool_message(name, _RESULT)]
         try:
             alone, after = (
-                self._tokenizer.show(self._tokenizer.chat_ids(one)) for one in (chat, [*chat, _answer(), _QUESTION])
+                self._tokenizer.show(self._tokenizer.chat_ids(one))
+                for one in (chat, [*chat, answer_message(), QUESTION])
             )
         except UserError:  # reported where the conversations of the run are refused
             return False
@@ -141,24 +125,7 @@ class ToolChat:
     def _tools(self) -> Schemas | None:
         return self.schemas or None  # some templates write about tools where there is an empty list
 
-    def _stand_in(self, name: str) -> tuple[list[int], int]:
-        ids = self._tokenizer.chat_ids([_QUESTION, _call(name)])
-        return ids, sum(token in self._ends for token in ids)
-
 
 def tool_message(name: str, content: str) -> dict[str, Any]:
     """Returns the message that gives the result of a call."""
     return {"role": "tool", "name": name, "content": content}
-
-
-def _answer() -> dict[str, Any]:
-    return {"role": "assistant", "content": "."}
-
-
-def _call(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    function = {"name": name, "arguments": dict(arguments or {})}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": CALL_ID, "function": function}],
-    }

@@ -52,6 +52,21 @@ class Talk:
     max_turns: int | None
     vocabulary: int
 
+    def listen(self, copy: int) -> None:
+        """Does nothing: the run's own processes call tools."""
+
+    def converse(self, prompt: Prompt) -> Conversation:
+        """Returns a conversation that has not begun."""
+        return Conversation(self, prompt)
+
+    def notes(self) -> list[str]:
+        """Returns sentences for the log."""
+        return []
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.pool.close()
+
 
 class Conversation:
     """A completion while it is made. One call at a time.
@@ -87,6 +102,11 @@ class Conversation:
     def room(self) -> int:
         """The most tokens of the next turn."""
         return 1 if self._failure is not None else self._talk.longest - len(self._tokens)
+
+    @property
+    def noise(self) -> int:
+        """0: the place of a turn in the conversation alone is the place of its random numbers."""
+        return 0
 
     def begin(self) -> None:
         """Begins the conversation: its environment may add to the prompt. Where that fails, one token is sampled."""

@@ -17,8 +17,7 @@ from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh
 from engine.distributed.operations import LOG
 from engine.inference.rows import Answer, Request
-from engine.rollouts.sampler import Sampled
-from engine.rollouts.turns.conversation import Conversation
+from engine.rollouts.sampler import Conversing, Sampled
 
 _WAIT_SECONDS = 0.2
 """Seconds for which ranks wait in one exchange, where there is nothing to compute."""
@@ -34,12 +33,14 @@ class _Next(NamedTuple):
         ids: that the model continues; None where the conversation has ended.
         room: the most tokens of its next turn.
         defect: an exception that is none of the environment's.
+        noise: see `Conversing`.
     """
 
     row: int
     ids: tuple[int, ...] | None
     room: int = 0
     defect: BaseException | None = None
+    noise: int = 0
 
 
 class TurnFeed:
@@ -52,7 +53,7 @@ class TurnFeed:
         seats: conversations with an environment at a time; the calls of tools at a time where there is none.
     """
 
-    def __init__(self, conversations: dict[int, Conversation] | None, count: int, mesh: Mesh, seats: int) -> None:
+    def __init__(self, conversations: dict[int, Conversing] | None, count: int, mesh: Mesh, seats: int) -> None:
         self._conversations, self._mesh = conversations, mesh
         self._waiting, self._passes = count, 0
         self._ended: list[int] = []
@@ -83,7 +84,11 @@ class TurnFeed:
         LOG.progressed()
         self._waiting -= len(found)
         self._ended = [one.row for one in found if one.ids is None]
-        return [Request(row=one.row, ids=one.ids, max_new=one.room) for one in found if one.ids is not None]
+        return [
+            Request(row=one.row, ids=one.ids, max_new=one.room, noise=one.noise)
+            for one in found
+            if one.ids is not None
+        ]
 
     def ended(self) -> list[int]:
         ended, self._ended = self._ended, []
@@ -128,13 +133,15 @@ class TurnFeed:
     def _begun(self, row: int) -> _Next:
         one = self._of(row)
         one.begin()
-        return _Next(row, one.ids, one.room)
+        return _Next(row, one.ids, one.room, noise=one.noise)
 
     def _continued(self, row: int, tokens: Sequence[int], logps: Sequence[float]) -> _Next:
         one = self._of(row)
-        return _Next(row, one.ids, one.room) if one.take(tokens, logps) else _Next(row, None)
+        if not one.take(tokens, logps):
+            return _Next(row, None)
+        return _Next(row, one.ids, one.room, noise=one.noise)
 
-    def _of(self, row: int) -> Conversation:
+    def _of(self, row: int) -> Conversing:
         assert self._conversations is not None
         return self._conversations[row]
 

@@ -18,6 +18,7 @@ from engine.config.rollout import IN_PROGRAM, NamedObject, RolloutOptions
 from engine.files import platforms
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_number
+from engine.rollouts.agents.worker import MOST_METRICS, is_metric_name
 from engine.rollouts.turns.worker import LONGEST_RESULT, Host, host_of
 from engine.rollouts.user_process import CallFailed, UserProcess
 from engine.sentences import on_one_line
@@ -76,11 +77,17 @@ class Seat(Protocol):
 
 
 class _ProcessSeat:
-    """A seat in a process of its own."""
+    """A seat in a process of its own.
 
-    def __init__(self, wanted: dict[str, Any], timeout: float) -> None:
+    Args:
+        wanted: the first request, which says what is called.
+        timeout: seconds of a call.
+        module: of the process; see `UserProcess`.
+    """
+
+    def __init__(self, wanted: dict[str, Any], timeout: float, module: str) -> None:
         self._wanted, self._timeout = wanted, timeout
-        self._process, self._calls = UserProcess("engine.rollouts.turns.worker"), 0
+        self._process, self._calls = UserProcess(module), 0
         self._description: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -149,6 +156,13 @@ def _is_answer(do: str, reply: Mapping[str, Any]) -> bool:
         return True
     if do == "reset":
         return reply.get("observation") is None or isinstance(reply["observation"], str)
+    if do == "run":
+        metrics = reply.get("metrics")
+        return (reply.get("reward") is None or is_number(reply["reward"])) and (
+            isinstance(metrics, dict)
+            and len(metrics) <= MOST_METRICS
+            and all(is_metric_name(name) and is_number(value) for name, value in metrics.items())
+        )
     if do == "reward":
         return reply.get("reward") is None or is_number(reply["reward"])
     return isinstance(reply.get("result"), str) and all(
@@ -174,7 +188,8 @@ class EnvironmentPool:
     def __init__(self, options: RolloutOptions, programs: Programs, *, seats: int | None = None) -> None:
         if seats is None:
             seats = options.environment_workers or options.slots
-        self.has_environment = options.environment is not None
+        self.has_environment = options.environment is not None or options.agent is not None
+        self._names = "rollout.tools or rollout.environment" if options.agent is None else "rollout.agent"
         self._seats = [_seat(options, programs) for _ in range(seats)]
         self._free: LifoQueue[Seat] = LifoQueue()
         for seat in reversed(self._seats):  # those that have started are taken first
@@ -191,13 +206,13 @@ class EnvironmentPool:
         try:
             found = self._seats[0].describe()
         except CallFailed as failure:
-            return f"the files of rollout.tools and rollout.environment cannot be loaded ({failure}); correct them."
+            return f"{self._names} cannot be loaded ({failure}): correct the file, or the entry."
         if (problem := found.get("problem")) is not None:
             words = on_one_line(str(problem), most=_LONGEST_SENTENCE)
-            return f"rollout.tools or rollout.environment: {words}; correct the file, or the entry."
+            return f"{self._names}: {words}; correct the file, or the entry."
         schemas = found.get("schemas")
         if not isinstance(schemas, list) or not all(isinstance(one, dict) for one in schemas):
-            return "the files of rollout.tools and rollout.environment describe no tools; correct them."
+            return f"{self._names} describe no tools: correct the files."
         return Description(schemas=tuple(schemas), rewards=found.get("rewards") is True)
 
     def take(self) -> Seat:
@@ -248,5 +263,8 @@ def _seat(options: RolloutOptions, programs: Programs) -> Seat:
             factory = programs.environments[NamedObject.parse("rollout.environment", options.environment).name]
         return _ProgramSeat(tools, factory, options.environment_timeout)
     memory = None if options.environment_memory is None else int(options.environment_memory * 2**30)
+    if options.agent is not None:
+        agent = {"agent": options.agent, "memory": memory}
+        return _ProcessSeat(agent, options.agent_timeout, "engine.rollouts.agents.worker")
     wanted = {"tools": list(options.tools), "environment": options.environment, "memory": memory}
-    return _ProcessSeat(wanted, options.environment_timeout)
+    return _ProcessSeat(wanted, options.environment_timeout, "engine.rollouts.turns.worker")

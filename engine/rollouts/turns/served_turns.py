@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.rollouts.sampler import Sampled
+from engine.rollouts.sampler import Conversing, Sampled
 from engine.rollouts.servers.dialects import Answer
 from engine.rollouts.servers.server import Asked
-from engine.rollouts.turns.conversation import Conversation
 
-SampleTurn = Callable[[int, int, Conversation], Answer]
+SampleTurn = Callable[[int, int, Conversing], Answer]
 """Samples a turn, given the place of the conversation, the number of the turn from 0, and the conversation."""
 
 
-def ask_for_turns(conversations: Sequence[Conversation], sample: SampleTurn, *, at_once: int) -> Asked[Sampled]:
+def ask_for_turns(conversations: Sequence[Conversing], sample: SampleTurn, *, at_once: int) -> Asked[Sampled]:
     """Begins to make completions of several turns.
 
     Args:
@@ -24,7 +23,7 @@ def ask_for_turns(conversations: Sequence[Conversation], sample: SampleTurn, *, 
         at_once: conversations that are under way at a time.
     """
 
-    def run(place: int, one: Conversation) -> Sampled:
+    def run(place: int, one: Conversing) -> Sampled:
         one.begin()
         turn = 0
         while True:

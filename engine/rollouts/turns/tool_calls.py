@@ -87,17 +87,20 @@ def format_of_template(template: str) -> ToolFormat | None:
     return next((name for mark, name in marks if mark in template), None)
 
 
-def parse_turn(text: str, tool_format: ToolFormat) -> Turn:
+def parse_turn(text: str, tool_format: ToolFormat | None) -> Turn:
     """Returns a turn of the assistant.
 
     Args:
         text: with its control tokens, but without the one that ended it.
+        tool_format: of its calls; None where it may have none.
     """
     if tool_format == "harmony":
         return _harmony(text)
     reasoning, thought = "", _THOUGHT.match(text)
     if thought is not None:
         reasoning, text = thought.group(1).strip(), text[thought.end() :]
+    if tool_format is None:
+        return Turn(content=text, reasoning=reasoning)
     parse: dict[str, Callable[[str], Turn]] = {
         "hermes": lambda text: _tagged(text, _hermes_call),
         "qwen_xml": lambda text: _tagged(text, _xml_call),

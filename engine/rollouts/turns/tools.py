@@ -54,9 +54,8 @@ def read_tools(
     model: ModelFolder,
     programs: Programs,
     say: Callable[[str], None],
-) -> Tools | None:
-    """Loads the tools once, on rank 0, and checks that the chat template can show them; None where there are none.
-    Collective.
+) -> Tools:
+    """Loads the tools once, on rank 0, and checks that the chat template can show them. Collective.
 
     Args:
         model: that is trained.
@@ -67,8 +66,6 @@ def read_tools(
         UserError: they cannot be used; on all ranks.
     """
     rollout = config.rollout
-    if not rollout.takes_turns:
-        return None
     found: object = None
     if launch.rank == 0:
         with EnvironmentPool(rollout, programs, seats=1) as pool:

@@ -85,9 +85,7 @@ class TurnFeed:
         self._waiting -= len(found)
         self._ended = [one.row for one in found if one.ids is None]
         return [
-            Request(row=one.row, ids=one.ids, max_new=one.room, noise=one.noise)
-            for one in found
-            if one.ids is not None
+            Request(row=one.row, ids=one.ids, max_new=one.room, noise=one.noise) for one in found if one.ids is not None
         ]
 
     def ended(self) -> list[int]:

@@ -67,11 +67,11 @@ def test_tokens_are_those_that_were_sent_and_sampled(run: PreparedRun) -> None:
     for one in folder.glob("*.jsonl"):
         if one.stem.isdigit():
             one.unlink()
-    prompts = prompts_of(run, 8)
+    prompts = prompts_of(run, 14)
     found = sampled(run, prompts)
-    assert {one.turns.turns for one in found if one.turns is not None} >= {1, 2, 3}
+    assert sum(one.turns.turns > 1 for one in found if one.turns is not None) > 8
     documents = []
-    for number in range(8):
+    for number in range(14):
         records = [json.loads(line) for line in (folder / f"{number}.jsonl").read_text("utf-8").splitlines()]
         of_prompt = found[4 * number : 4 * number + 4]
         by_tokens = {tuple(one.tokens.tolist()): one for one in of_prompt}

@@ -108,8 +108,15 @@ class Conversing(Protocol):
         """Prepares the first turn, however long that takes."""
         ...
 
-    def take(self, tokens: Sequence[int], logps: Sequence[float]) -> bool:
-        """Takes a turn that the model sampled behind `ids`; returns whether the model continues."""
+    def take(self, tokens: Sequence[int], logps: Sequence[float], routes: NDArray[Any] | None = None) -> bool:
+        """Takes a turn that the model sampled behind `ids`.
+
+        Args:
+            routes: [all tokens - 1, layers, experts of a token], the experts that a server chose; None for none.
+
+        Returns:
+            Whether the model continues.
+        """
         ...
 
     def sampled(self) -> Sampled:

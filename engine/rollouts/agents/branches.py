@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
@@ -28,6 +30,7 @@ class Turn:
         messages: those behind them, the turn's included.
         seen: `given` and `messages` as texts to compare; () where the client sent token ids.
         tools: of the requests, as a text to compare.
+        routes: [tokens of it all - 1, layers, experts of a token], the experts that a server chose; None for none.
     """
 
     prompt: tuple[int, ...]
@@ -41,6 +44,7 @@ class Turn:
     messages: tuple[dict[str, Any], ...]
     seen: tuple[str, ...] = ()
     tools: str = ""
+    routes: NDArray[Any] | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config.rollout import ENVIRONMENT
 from engine.config.run import RunConfig
@@ -28,6 +29,7 @@ from engine.rollouts.agents.messages import all_compared, parse_messages
 from engine.rollouts.agents.replies import Answered, message_of
 from engine.rollouts.agents.requests import Asked, Refusal
 from engine.rollouts.data.prompts import Prompt
+from engine.rollouts.data.routes import with_unknown
 from engine.rollouts.sampler import Dialogue, Sampled, Turns
 from engine.rollouts.turns.pool import EnvironmentPool, Programs, Seat
 from engine.rollouts.user_process import CallFailed
@@ -177,8 +179,11 @@ class AgentConversation:
         if not len(self._branches) and self._open is None and self._failure is None:
             self._failure = "it returned without a request that could be answered"
 
-    def take(self, tokens: Sequence[int], logps: Sequence[float]) -> bool:
+    def take(self, tokens: Sequence[int], logps: Sequence[float], routes: NDArray[Any] | None = None) -> bool:
         """Takes a turn that the model sampled behind `ids`, and answers its request.
+
+        Args:
+            routes: as of `Conversing.take`.
 
         Returns:
             Whether there is another request.
@@ -191,8 +196,13 @@ class AgentConversation:
         message: dict[str, Any] = {"role": "assistant", "content": answered.text}
         if answered.turn is not None:
             message = parse_messages([message_of(answered.turn, answered.first_call)])[0]
+        if routes is not None and opened.before is not None and opened.before.routes is not None:
+            # those of earlier turns stay, by which their tokens were sampled
+            known = opened.before.routes
+            routes = np.concatenate((known, routes[len(known) :]))
         turn = Turn(
             prompt=base.prompt,
+            routes=routes,
             tokens=(*base.tokens, *tokens),
             logps=(*base.logps, *logps),
             written=(*base.written, *[False] * len(tokens)),
@@ -240,6 +250,7 @@ class AgentConversation:
                 prompt=list(best.given), messages=list(best.messages), reward=self._reward, failure=self._failure
             ),
             metrics=self._metrics,
+            routes=None if best.routes is None else with_unknown(best.routes, len(best.ids)),
         )
 
     def _wait(self) -> None:

@@ -23,7 +23,7 @@ ROUTES: dict[str, Route] = {
     "/v1/completions": "completion",
     "/inference/v1/generate": "generate",
 }
-_ALONE = {
+_ALONE: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stop": ([], ""), "echo": (False,), "suffix": ("",), "use_beam_search": (False,),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "functions": ([],), "features": (), "content_parts": (), "continue_final_message": (False,), "audio": (),

@@ -102,7 +102,8 @@ def answered(agent: Callable[..., Any], request: Mapping[str, Any]) -> dict[str,
 
 def checked(found: Any) -> dict[str, Any]:
     """Returns what an agent returned, a reward, None, or {"reward": ..., "metrics": {...}}, or a problem."""
-    reward, metrics = found, {}
+    reward: Any = found
+    metrics: Any = {}
     if isinstance(found, Mapping):
         if other := sorted(str(name) for name in found if name not in ("reward", "metrics")):
             return {"problem": f"it returned {on_one_line(other[0])}, where reward and metrics are expected"}

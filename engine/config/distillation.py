@@ -37,9 +37,11 @@ class DistillationOptions:
             counts each token's own difference alone.
         server_kind: Kind of the servers among them, "vllm" or "sglang".
         server_timeout: Seconds that a call of a server, for one completion, may take with all its attempts.
+        whole: With objective.name grpo, whether the loss of sampled tokens is the divergence from the teachers' whole
+            distributions (GKD, arXiv 2306.13649), as that of given texts is, in place of policy gradients.
         beta: Divergence from the whole distributions of teachers: 0 is KL(teacher || model), 1 is KL(model || teacher),
-            and between lies the generalised Jensen-Shannon divergence. For objective.name distillation, as the options
-            below.
+            and between lies the generalised Jensen-Shannon divergence. For objective.name distillation, or whole, as
+            the options below.
         temperature: Divisor of the logits of model and teachers in the divergence.
         label_share: Share of the usual next-token loss in the loss, from 0 to 1; the divergence has the rest.
         remainder: All but a teacher's most likely tokens, where records have these: "renormalize" leaves it out and
@@ -51,6 +53,7 @@ class DistillationOptions:
     discount: float = option(0.0, REPORTED)
     server_kind: ServerKind = option("vllm", IGNORED)
     server_timeout: float = option(600.0, IGNORED)
+    whole: bool = option(False, REPORTED)
     beta: float = option(0.0, REPORTED)
     temperature: float = option(1.0, REPORTED)
     label_share: float = option(0.0, REPORTED)

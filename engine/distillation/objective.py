@@ -51,6 +51,10 @@ class Distillation(LanguageModeling):
             **shared,
         )
 
+    def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
+        """Returns the log-probability of each label, fp32 [T], which is recorded of sampled completions."""
+        return -token_losses_T
+
     def named(self, means: Sequence[float]) -> dict[str, float]:
         """Returns the divergence and the negative log-likelihood of labels."""
         return dict(zip(self.metrics, means, strict=True))

@@ -7,9 +7,9 @@ from engine.config.distillation import BASE, is_server
 from engine.config.option import changed
 from engine.config.run import RunConfig
 
-ON_TEXTS = ("beta", "temperature", "label_share", "remainder")
-"""Options of distillation on given texts alone."""
-_ON_COMPLETIONS = ("discount", "server_kind", "server_timeout")
+OF_DISTRIBUTIONS = ("beta", "temperature", "label_share", "remainder")
+"""Options of losses of whole distributions, or of a teacher's stored tokens."""
+_ON_COMPLETIONS = ("discount", "server_kind", "server_timeout", "whole")
 
 
 def check_distillation(config: RunConfig) -> None:

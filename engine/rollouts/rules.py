@@ -10,6 +10,7 @@ from engine.config.distillation import BASE, is_server
 from engine.config.option import changed
 from engine.config.rollout import IN_PROGRAM
 from engine.config.run import RunConfig
+from engine.distillation.rules import OF_DISTRIBUTIONS
 from engine.rollouts.pass_at_k import judging_figures
 from engine.sentences import listed
 
@@ -169,6 +170,7 @@ def _check_teachers(config: RunConfig) -> None:
         f"distillation.{servers[0].name if servers else ''} is set and distillation.teachers has no address of a "
         "server: remove it, or name a server.",
     )
+    _check_whole(config)
     if not teachers:
         return
     require(
@@ -191,6 +193,35 @@ def _check_teachers(config: RunConfig) -> None:
         BASE not in teachers or (config.lora.rank > 0 and not config.trainable and config.lora.init_from is None),
         "distillation.teachers has base, the model without its adapters, and the run has none, starts from trained "
         "ones, or trains more than them: name the folder of a model instead.",
+    )
+
+
+def _check_whole(config: RunConfig) -> None:
+    """Refuses options that cannot be combined with the whole distributions of teachers, and such without them."""
+    options, objective = config.distillation, config.objective
+    given = [field.name for field in changed(options) if field.name in OF_DISTRIBUTIONS]
+    if not options.whole:
+        require(
+            not given,
+            f"distillation.{given[0] if given else ''} is set and distillation.whole is false, so that policy "
+            "gradients are taken: remove it, or set distillation.whole to true.",
+        )
+        return
+    wrong = next((one for one in options.teachers if one == BASE or is_server(one)), None)
+    require(
+        bool(options.teachers) and wrong is None,
+        f"distillation.whole is true and distillation.teachers {'is []' if wrong is None else f'has {wrong}'}, but "
+        "whole distributions are those of models on the run's devices: name the folders of such.",
+    )
+    require(
+        not config.rollout.rewards and options.discount == 0 and objective.divergence_weight == 0,
+        "distillation.whole is true, and rewards, objective.beta and distillation.discount belong to policy gradients: "
+        "set rollout.rewards to [], and remove the others.",
+    )
+    require(
+        objective.loss_type == "dapo" and options.remainder == "renormalize",
+        f"distillation.whole is true, objective.loss_type is {objective.loss_type} and distillation.remainder "
+        f"{options.remainder}, but its loss is the mean divergence of sampled tokens: remove both.",
     )
 
 

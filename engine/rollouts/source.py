@@ -216,11 +216,13 @@ class RolloutSource:
             UserError: its prompts, completions or rewards are not those of a generation batch of this run.
         """
         rollout, size = self._config.rollout, self._training.source.model.decoder.vocab_size
+        options = self._config.distillation
+        teachers = 0 if options.whole else len(options.teachers)
         tokens = np.concatenate([one.tokens for one in buffer.completions])
         found = {
             f"{buffer.group} completions of a prompt": buffer.group == rollout.num_generations,
             f"{buffer.rewards_NF.shape[1]} rewards of a completion": buffer.rewards_NF.shape[1] == len(self._names()),
-            f"{_count(buffer)} teachers": _count(buffer) == len(self._config.distillation.teachers),
+            f"{_count(buffer)} teachers": _count(buffer) == teachers,
             "prompts that data.train does not have": 0
             <= buffer.prompts.min()
             <= buffer.prompts.max()
@@ -267,6 +269,7 @@ class RolloutSource:
             "the content of distillation.teachers": [] if self._teachers is None else self._teachers.identities,
             "distillation.weights": list(config.distillation.factors),
             "distillation.discount": config.distillation.discount,
+            "distillation.whole": config.distillation.whole,
             "rollout.num_generations": config.rollout.num_generations,
             "rollout.temperature": config.rollout.temperature,
             "train.global_batch_size": config.train.global_batch_size,
@@ -338,7 +341,7 @@ class RolloutSource:
             buffer = self._with_old_logps(buffer)
         if self._sampler.elsewhere:
             self._compare(buffer, step)
-        if self._teachers is not None:
+        if self._teachers is not None and not config.distillation.whole:
             begin = time.monotonic()
             buffer = replace(buffer, teacher_logps=self._teacher_logps(self._teachers, buffer))
             self.work_seconds[TEACHERS] += time.monotonic() - begin

@@ -3,6 +3,7 @@ on PEFT's model."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.distillation.losses import Softmax, generalised_divergence
 from engine.distributed.mesh import Axis
 from engine.ops.block_loss import HeldVocabulary
+from examples.grpo_arithmetic.make_small import write_sums
 from tests.distillation.test_top_tokens import compare
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
@@ -122,10 +124,55 @@ def test_evaluations_and_the_last_batch_have_teachers(place: Path, tmp_path: Pat
         train__global_batch_size=TEXTS, **changes,
     )  # fmt: skip
     run_here(settings)
-    import json
-
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert len(evaluated) >= 2 and evaluated[-1] < evaluated[0]
     wanted, _ = stock_step(place, trl_loss(0.0, 1.0), teacher=True)
     assert evaluated[0] == pytest.approx(wanted, abs=1e-5)
+
+
+def on_policy_step(folder: str, changes: dict[str, object]) -> tuple[list[list[int]], tuple[Any, ...]]:
+    """The prompts with their completions that the first step is trained on, and what it comes to."""
+    place = Path(folder)
+    settings = taught_settings(place, objective__name="grpo", data__train=place / "prompts.jsonl", data__packing="true")
+    settings |= {
+        "rollout.rewards": "[]", "rollout.reward_weights": "[]", "rollout.num_generations": 1, "rollout.slots": 4,
+        "rollout.max_completion_length": 5, "distillation.teachers": f"[{place / 'teacher'}]",
+        "distillation.whole": "true",
+    }  # fmt: skip
+    kept: list[Any] = []
+    found = engine_step(settings | settings_of(0.5, 1.2) | changes, kept)
+    (run,) = kept
+    completions = run.source.buffer.completions
+    prompts = [run.source._loader.prompts.prompts[number].ids for number in run.source.buffer.prompts]
+    return [[*prompt, -1, *one.tokens.tolist()] for prompt, one in zip(prompts, completions, strict=True)], found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (1, {}),
+        (2, {"parallel.pipeline": 2, "parallel.virtual": 1}),
+        (2, {"parallel.tensor": 2}),
+    ],
+    ids=["one rank", "pipeline", "tensor"],
+)
+def test_sampled_completions_are_learned_by_trls_divergence(
+    world: int, changes: dict[str, object], tmp_path: Path
+) -> None:
+    """GKD with lmbda 1."""
+    write_place(tmp_path, vocabulary=16)
+    write_sums(tmp_path)
+    if world == 1:
+        ranks = [on_policy_step(str(tmp_path), changes)]
+    else:
+        ranks = spawn(on_policy_step, world=world, args=(str(tmp_path), changes), timeout=120)
+    rows = ranks[0][0]
+    records = [
+        {"input_ids": [*row[: row.index(-1)], *row[row.index(-1) + 1 :]],
+         "labels": [-100] * row.index(-1) + row[row.index(-1) + 1 :]}
+        for row in rows
+    ]  # fmt: skip
+    (tmp_path / "taught.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    compare([found for _, found in ranks], stock_step(tmp_path, trl_loss(0.5, 1.2), teacher=True))

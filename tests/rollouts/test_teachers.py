@@ -47,6 +47,56 @@ def test_advantages_discount_what_follows() -> None:
     np.testing.assert_allclose(divergences([teachers], [own]), [(-0.25 - 1.5) / 3, (0.25 - 1.0) / 3])
 
 
+def _cookbook_advantages(
+    teacher: np.ndarray, sampled: np.ndarray, mask: np.ndarray, coefficient: float, discount: float
+) -> np.ndarray:
+    """What tinker-cookbook adds to advantages (`incorporate_kl_penalty` of distillation/train_on_policy.py), as its
+    docstrings say: minus the coefficient times the reverse divergence at unmasked tokens, with a discounted sum of
+    what follows."""
+    found = -coefficient * mask * (sampled - teacher)
+    if discount > 0:
+        powers = discount ** np.arange(len(found))
+        found = np.array([(found[place:] * powers[: len(found) - place]).sum() for place in range(len(found))])
+    return found
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.9, 1.0])
+def test_advantages_are_those_of_the_cookbook(discount: float) -> None:
+    random = np.random.default_rng(2)
+    teacher, sampled = -random.exponential(2.0, (2, 12)).astype(np.float32)
+    expected = _cookbook_advantages(teacher, sampled, np.ones(12), 0.7, discount)
+    np.testing.assert_allclose(
+        token_advantages(teacher[None], sampled, (0.7,), discount), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_gradient_of_the_first_step_is_that_of_the_cookbook() -> None:
+    """Its importance_sampling sums -exp(p - p_sampled) A over tokens; ours is the mean, at the ratio 1."""
+    generator = torch.Generator().manual_seed(4)
+    logps = (-torch.rand(9, generator=generator) - 0.1).requires_grad_()
+    sampled, teacher = logps.detach().numpy(), -np.random.default_rng(1).exponential(1.0, 9).astype(np.float32)
+    added = token_advantages(teacher[None], sampled, (0.7,), 0.5)
+    advantages = torch.from_numpy(_cookbook_advantages(teacher, sampled, np.ones(9), 0.7, 0.5)).float()
+    theirs = -((logps - logps.detach()).exp() * advantages).sum()
+    (wanted,) = torch.autograd.grad(theirs, logps)
+    objective = PolicyGradient(
+        ObjectiveOptions(name="grpo", report_entropy=False), RolloutOptions(), cp=Axis("cp"), dp=Axis("dp")
+    )
+    zeros = torch.zeros(1, 9, dtype=torch.long)
+    batch = Batch(
+        tokens_BS=zeros, labels_BS=zeros, positions_BS=zeros, token_index_BS=zeros, loss_weights_BS=torch.ones(1, 9),
+        document_offsets=torch.tensor([0, 9]), document_lengths=(9,),
+    )  # fmt: skip
+    part = Completions(
+        ids_BS=zeros, advantages=torch.zeros(1), lengths=torch.full((1,), 9.0), documents=(0,),
+        sampled_logps_BS=torch.from_numpy(sampled)[None], token_advantages_BS=torch.from_numpy(added)[None],
+    )  # fmt: skip
+    ours = objective.sums(-logps, batch.with_parts(part), None).loss
+    (found,) = torch.autograd.grad(ours, logps)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_expected_gradient_is_that_of_trls_reverse_divergence(temperature: float) -> None:
     """Every token of a vocabulary as a completion of one token, weighed by its probability: the sum that sampling
@@ -270,3 +320,32 @@ def test_a_buffer_is_not_resumed_with_other_weights_or_teachers(tmp_path: Path) 
         run_here(settings)
     path.write_bytes(whole)
     run_here(settings)
+
+
+def test_a_run_on_whole_distributions_continues_inside_a_buffer(tmp_path: Path) -> None:
+    settings = distilled_settings(tmp_path, ("other",), train__steps=2, rollout__steps_per_generation=2)
+    settings |= {"distillation.whole": "true", "distillation.beta": 0.5, "rollout.num_generations": 1}
+    run_here(settings | {"checkpoint.every": 1})
+    divergences_of = [record["divergence"] for record in records(tmp_path / "run")]
+    assert divergences_of[1] < divergences_of[0]
+    whole = final_state(tmp_path / "run", 2)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000002")
+    run_here(settings | {"checkpoint.every": 1})
+    again = final_state(tmp_path / "run", 2)
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"distillation.beta": 0.5}, "distillation.beta is set and distillation.whole is false"),
+        ({"distillation.whole": "true", "distillation.teachers": "[base]"}, "distillation.teachers has base"),
+        ({"distillation.whole": "true", "distillation.discount": 0.5}, "belong to policy gradients"),
+        ({"distillation.whole": "true", "objective.loss_type": "grpo"}, "objective.loss_type is grpo"),
+    ],
+)
+def test_options_that_whole_distributions_do_not_take(options: dict[str, object], words: str, tmp_path: Path) -> None:
+    settings = distilled_settings(tmp_path, ("other",))
+    with pytest.raises(UserError) as refused, ExitStack() as opened:
+        prepared(settings | options, opened)
+    assert words in str(refused.value)

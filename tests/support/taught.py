@@ -88,8 +88,14 @@ def taught_settings(folder: Path, **changes: object) -> dict[str, object]:
     return settings | {name.replace("__", "."): value for name, value in changes.items()}
 
 
-def engine_step(settings: dict[str, object]) -> tuple[float, dict[str, float], list[NamedShard]]:
-    """The loss of the first step, the objective's figures, and this rank's parts of the gradients before clipping."""
+def engine_step(
+    settings: dict[str, object], kept: list[Any] | None = None
+) -> tuple[float, dict[str, float], list[NamedShard]]:
+    """The loss of the first step, the objective's figures, and this rank's parts of the gradients before clipping.
+
+    Args:
+        kept: gets the run.
+    """
     gradients: list[NamedShard] = []
     with ExitStack() as opened:
         run = prepared(settings, opened)
@@ -101,6 +107,8 @@ def engine_step(settings: dict[str, object]) -> tuple[float, dict[str, float], l
             return update(*arguments)
 
         run.training.optimizer.step = recorded  # type: ignore[method-assign]
+        if kept is not None:
+            kept.append(run)
         (rows,) = run.source.stream(0, 0, 1)
         result = run.training.step(rows.batches, rows.targets, run.step_plan.rate(0))
         return float(result.loss), run.training.objective.named(result.metrics.tolist()), gradients
@@ -125,7 +133,7 @@ def stock_step(folder: Path, loss: Any, *, teacher: bool = False) -> tuple[float
         held = labels != -100
         logits = model(ids).logits[0, :-1][held]
         with torch.no_grad():
-            given = None if judge is None else judge(ids).logits[0, :-1, :VOCABULARY][held]
+            given = None if judge is None else judge(ids).logits[0, :-1, : logits.shape[1]][held]
         total = total + loss(logits, given, record, labels[held])
         count += int(held.sum())
     mean = total / count

@@ -50,10 +50,11 @@ from engine.choices import PolicyLoss
 from engine.config.objective import ObjectiveOptions
 from engine.config.rollout import RolloutOptions
 from engine.config.run import RunConfig
+from engine.distillation.objective import Distillation
 from engine.distributed.collectives import all_reduce
 from engine.distributed.differentiable import reduce_from_all
 from engine.distributed.mesh import Axis
-from engine.objectives.objective import ObjectiveSums
+from engine.objectives.objective import Objective, ObjectiveSums
 from engine.rollouts.batch_parts import Completions
 from engine.rollouts.data.completions import RowWeight
 from engine.rollouts.objective.quantile import quantile
@@ -385,6 +386,9 @@ class PolicyGradient:
         return {**figures, **largest, "length": tokens / completions}
 
 
-def build_policy_gradient(config: RunConfig, *, cp: Axis, dp: Axis) -> PolicyGradient:
-    """Returns the policy gradient of a configuration; see `engine.objectives.build.build_objective`."""
+def build_policy_gradient(config: RunConfig, *, cp: Axis, dp: Axis) -> Objective:
+    """Returns the objective of a configuration, a policy gradient or the divergence from whole distributions; see
+    `engine.objectives.build.build_objective`."""
+    if config.distillation.whole:
+        return Distillation(config.distillation)
     return PolicyGradient(config.objective, config.rollout, cp=cp, dp=dp)

@@ -15,6 +15,7 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import Tokenizer
 from engine.distillation.teacher_model import build_teacher, check_teacher, open_teacher, teacher_identity
+from engine.distillation.teacher_states import TeacherPasses
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.rollouts.data.prompts import Prompt
@@ -23,6 +24,7 @@ from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training
+from engine.training.rank_stages import Stages
 
 _COMPARED = 16
 """Prompts whose text is given to the tokenizers of teachers."""
@@ -31,13 +33,15 @@ _COMPARED = 16
 class Teachers:
     """The teachers of a run, in the order of distillation.teachers. Collective: every rank makes the same calls.
 
+    With distillation.whole they pass over the rows of each step, and are asked for no log-probabilities.
+
     Args:
         config, launch, training: of the run, whose mesh they share.
     """
 
     def __init__(self, config: RunConfig, launch: Launch, training: Training) -> None:
         self._config, self._training = config, training
-        log, found = Log(launch.rank), list[str | None]()
+        log, found, built = Log(launch.rank), list[str | None](), list[Stages]()
         self._served: list[ServedTeacher] = []
         self._ask: list[Callable[[TokenDataset], NDArray[np.float32]]] = []
         for teacher in config.distillation.teachers:
@@ -53,6 +57,9 @@ class Teachers:
                 stages = build_teacher(opened, launch, training, log)
                 self._ask.append(partial(token_logps, config, training.mesh, stages))
                 found.append(teacher_identity(opened) if launch.rank == 0 else None)
+                built.append(stages)
+        if config.distillation.whole:
+            training.stages.prepare = TeacherPasses(built, training.stages.models()[-1].config.vocab_size).taught
         identities: list[str | None] = broadcast_object(found)
         self.identities = identities
         """Hashes that tell one content of each teacher from another; None where there is no content of its own, or none

@@ -250,6 +250,19 @@ def _evaluate(
     evaluate(training.stages, loader, training.mesh)
 
 
+def _continue(stage: Any, rows: list[int], lengths: list[int]) -> None:
+    """Lets the last row wait apart from the slots, continues it by some tokens, and takes one more of each row."""
+    slot, place = len(rows) - 1, stage.cache.waiting_rows[0]
+    if not stage.cache.can_continue(slot, lengths[slot], lengths[slot]):
+        return
+    stage.cache.move(slot, place)
+    stage.cache.move(place, slot)
+    length = lengths[slot] + 5
+    stage.continue_row(slot, [1] * length, lengths[slot], range(lengths[slot], length), rows[slot]).read()
+    places = [*lengths[:slot], length]
+    stage.decode(places, places, rows).read()
+
+
 def _generate(case: Case, folder: Path, device: Recorder) -> list[dict[str, int]]:
     """Prompts and a few tokens of each; returns what was launched for the prompts and for each pass of one token.
 
@@ -302,6 +315,7 @@ def _generate(case: Case, folder: Path, device: Recorder) -> list[dict[str, int]
             slots=case.slots,
             length=1024 if many else 64,
             with_logps=many,
+            conversations=case.slots,
             device=launch.device,
             capture=decode_capture(case.cuda_graph, launch.device),
         )
@@ -319,5 +333,6 @@ def _generate(case: Case, folder: Path, device: Recorder) -> list[dict[str, int]
             places, before = [length + number for length in lengths], Counter(launches)
             stage.decode(places, places, rows).read()
             found.append(dict(launches - before))
+        _continue(stage, rows, [place + 1 for place in places])
         stage.finish()
     return found

@@ -3,11 +3,16 @@ on when an environment answers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from engine.inference import decode_graphs
+from engine.inference.model_part import InferenceStage
 from engine.inference.waiting_rows import RECOMPUTED
+from tests.support.generation import lasting_tensors
+from tests.support.graph_stand_in import FunctionCapture
 from tests.support.kept_turns import Talked, family_settings, talked
 from tests.support.sweeps import sampled
 
@@ -66,6 +71,30 @@ def test_bits_do_not_depend_on_delays(tools: bool, tmp_path: Path) -> None:
         late = talked(settings, environment_workers=workers)
         assert late.tokens == at_once.tokens
         assert late.sampled == at_once.sampled
+
+
+@pytest.mark.parametrize("name", sampled(("qwen3", "qwen3.5"), ("qwen3.5",)))
+def test_graphs_change_no_number(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come back have other pages and states in their slots than the graphs' first rows had."""
+    monkeypatch.setattr(decode_graphs, "SHORTEST", 16)
+    settings, captures = family_settings(tmp_path, name, tools=True, rollout__slots=4), list[FunctionCapture]()
+
+    def capture(stage: Callable[[], InferenceStage]) -> FunctionCapture:
+        captures.append(FunctionCapture(lambda: lasting_tensors(stage())))
+        return captures[-1]
+
+    plain, graphed = talked(settings), talked(settings, capture=capture)
+    assert (graphed.tokens, graphed.sampled) == (plain.tokens, plain.sampled)
+    assert sum(one.replays for one in captures[0].captured) > 10
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_bfloat16(kernels: str, tmp_path: Path) -> None:
+    """A row that lies elsewhere differs by tenths; bfloat16 has 8 bits, and logits here are some units."""
+    settings = family_settings(tmp_path, "qwen3", tools=True, model__kernels=kernels)
+    found = talked({**settings, "model.dtype": "bfloat16"})
+    check_counts(found, sum(map(len, found.prompts[::4])))
+    assert found.distance < 0.06
 
 
 def test_what_cannot_be_continued_is_computed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

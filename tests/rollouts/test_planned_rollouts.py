@@ -73,6 +73,14 @@ def test_the_cache_is_that_of_a_run(run: PreparedRun, rollout: dict[str, Any]) -
     assert predict_rollout(workload, Layout(), None).cache == cache.num_bytes > 0
 
 
+@pytest.mark.parametrize("workers", [None, 4, 40])
+def test_a_cache_has_room_for_conversations(workers: int | None) -> None:
+    """Llama-3-8B, as above: 1,024 tokens for each conversation that may be under way, and a prompt that waits."""
+    workload = _workload(LLAMA_3_8B, slots=16, environment="env.py:Door", environment_workers=workers)
+    token = 2 * 8 * 128 * 32 * 2
+    assert predict_rollout(workload, Layout(), None).cache == 16 * (1 + (max(16, workers or 0) + 1) * 64) * token
+
+
 def test_a_pass_is_that_of_a_run(run: PreparedRun) -> None:
     """Its operations, in their order, and the most memory of a pass of prompts and one that decodes, within a
     hundredth."""

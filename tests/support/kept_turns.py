@@ -156,8 +156,16 @@ class Talked:
         return found
 
 
-def talked(settings: dict[str, object], count: int = 4, *, ahead: int = 0, **rollout: Any) -> Talked:
-    """Samples conversations of the first prompts; on any number of ranks."""
+def talked(
+    settings: dict[str, object], count: int = 4, *, ahead: int = 0, capture: Any = None, **rollout: Any
+) -> Talked:
+    """Samples conversations of the first prompts; on any number of ranks.
+
+    Args:
+        ahead: passes that are launched before the tokens of one are read.
+        capture: given the stage, returns the way to capture its decode passes.
+        rollout: other options of rollouts.
+    """
     with ExitStack() as opened:
         run = prepared(settings, opened)
         assert isinstance(run.data.train, PromptLoader)
@@ -173,6 +181,8 @@ def talked(settings: dict[str, object], count: int = 4, *, ahead: int = 0, **rol
             return made[-1]
 
         sampler._generator = generator  # type: ignore[method-assign]
+        if capture is not None:
+            sampler._capture = capture(lambda: made[-1].stage)
         try:
             found = sampler.sample(prompts, generation=0)
         finally:

@@ -132,6 +132,9 @@ class SamplesCost:
         passes: that decode, each of a token for every slot.
         pass_seconds: of one of them.
         launches: of one of them.
+        nbytes: that these read and write.
+        choice_launches, choice_bytes: of that, the choice of the tokens behind the head's product, with its random
+            numbers, and their log-probabilities.
         graphed: whether these are replayed as CUDA graphs.
         host_limits: whether launching takes longer than computing.
         turns: of each completion.
@@ -151,6 +154,9 @@ class SamplesCost:
     turns: int = 1
     result_tokens: int = 0
     between: float = 0.0
+    nbytes: int = 0
+    choice_launches: int = 0
+    choice_bytes: int = 0
 
     @property
     def seconds(self) -> float:

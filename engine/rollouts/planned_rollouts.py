@@ -120,6 +120,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         device += _links(workload, layout, machine, slots)
         each, host_limits = max(device, host), host > device
         decode = passes * each
+    choice = _choice(traced.decode)
     return SamplesCost(
         cache=cache,
         peak=peak,
@@ -131,6 +132,9 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         between=between,
         pass_seconds=each,
         launches=sum(one.count for one in traced.decode),
+        nbytes=sum(one.nbytes for one in traced.decode),
+        choice_launches=sum(one.count for one in choice),
+        choice_bytes=sum(one.nbytes for one in choice),
         graphed=graphed,
         host_limits=host_limits,
     )
@@ -141,6 +145,12 @@ def _traced(workload: Workload, layout: Layout, samples: Samples) -> tuple[_Trac
     own = replace(workload, samples=samples)
     found = _trace(replace(own, global_batch=0, beside=0, companions=(), graphed=False), _whole(layout.parallel))
     return found, _largest_cache(found, own, layout)
+
+
+def _choice(decode: Sequence[Launch]) -> Sequence[Launch]:
+    """Returns the launches of a pass that follow its last product, which is the head's."""
+    products = [place for place, one in enumerate(decode) if one.result is not None]
+    return decode[products[-1] + 1 :] if products else ()
 
 
 def _seconds(launches: Iterable[Launch], machine: Machine) -> tuple[float, float]:

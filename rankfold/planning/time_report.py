@@ -102,6 +102,9 @@ def sampling(found: StepRange, samples: Samples, devices: int) -> list[str]:
         f"{1e3 * likely.pass_seconds:.3g} ms with {likely.launches:,} kernels each, {how}{waits}",
         f"of a step {found.likely.sampling:.3g} s are rollouts{taught} and {training:.3g} s training, rewards not "
         f"counted; {likely.cache / 2**30:.2f} GiB of keys and values for {counted(samples.options.slots, 'slot')}",
+        f"a pass of {counted(samples.options.slots, 'token')} moves {likely.nbytes / 1e9:.3g} GB; of it "
+        f"{likely.choice_launches} kernels and {likely.choice_bytes / 1e9:.2g} GB choose the tokens, with their random "
+        "numbers and log-probabilities",
         *_turns(likely, samples),
     ]
 

@@ -249,6 +249,19 @@ def test_a_pass_reads_weights_and_pages_once() -> None:
     assert 600 < sum(one.count for one in traced.decode) < 1000
 
 
+def test_the_choice_of_tokens_is_counted() -> None:
+    """Of 64 rows with 128,256 scores in bfloat16: they are widened to fp32, read once to draw, with 32 random bits for
+    each in registers, and once as they are for the log-probabilities. With top_p the scores are sorted too."""
+    cost = predict_rollout(_workload(LLAMA_3_8B), Layout(), None)
+    scores = 64 * 128_256
+    assert cost.choice_bytes == pytest.approx(scores * (2 + 4 + 4 + 2), rel=0.01)
+    assert 15 < cost.choice_launches < 30 and cost.choice_bytes < 0.01 * cost.nbytes
+    sorted_ = predict_rollout(_workload(LLAMA_3_8B, top_p=0.9), Layout(), None)
+    assert sorted_.choice_bytes > 10 * cost.choice_bytes and sorted_.launches - cost.launches < 25
+    rest = [one.launches - one.choice_launches for one in (cost, sorted_)]
+    assert rest[0] == rest[1] and cost.nbytes - cost.choice_bytes == sorted_.nbytes - sorted_.choice_bytes
+
+
 def test_times_of_a_rollout() -> None:
     """511 passes follow the prompts; as graphs they take the device's time, and without them the host's."""
     eager, graphed = (

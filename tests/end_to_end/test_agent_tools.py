@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,7 +22,6 @@ from engine.rollouts.turns.worker import Host
 from examples.agent_tools.env import BlankNote, Door
 from examples.agent_tools.make_small import write_doors, write_model
 from tests.support.commands import REPOSITORY
-from tests.support.warm_python import warm_python
 
 FOLDER = REPOSITORY / "examples" / "agent_tools"
 
@@ -77,7 +77,7 @@ def test_only_the_note_opens_the_door(environment: type[Door], reward: float) ->
 
 def trained(out: Path, environment: str, *more: str) -> list[dict[str, Any]]:
     """The records of the second training, whose first is made once in a folder."""
-    own = {"PYTHON": str(warm_python()), "OMP_NUM_THREADS": "1", "ENVIRONMENT": environment}
+    own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "ENVIRONMENT": environment}
     command = ["bash", str(FOLDER / "run.sh"), str(out), "--train.steps", "24", *more]
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -81,6 +81,8 @@ class StandIn:
     """Changes the answer of a completion."""
     mangles_base: bool = False
     """Whether also without adapter, and of probes."""
+    port: int = 0
+    """Of the server; 0 for a free one."""
 
     def __enter__(self) -> Self:
         from peft import PeftModel
@@ -120,7 +122,7 @@ class StandIn:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self

@@ -143,6 +143,11 @@ class ObjectiveOptions:
             with each step, without a second copy. "initial" is the model as the run starts (with the adapter of
             lora.init_from, or when more than adapters is trained): its log-likelihoods are computed once, before the
             first step, and kept in the run's folder.
+        reference_sync_steps: Steps between moves of the reference towards the trained model, for grpo with
+            objective.beta above 0 (2404.09656); null leaves it where it is. A reference that moves begins as the model
+            with which the run begins, and takes another fp32 copy of all trained numbers.
+        reference_mixup_alpha: Share of the trained model in the reference that moves, of each number, for grpo. With
+            adapters their factors are mixed, so that only 1, a copy, is a mean of weights.
         loss_type: Normalisation of token losses, and the surrogate, for grpo. "dapo" (2503.14476) by the target tokens
             of the global batch; "grpo" by those of the completion, and then by the completions; "bnpo" by the target
             tokens of the micro-batch, so that train.micro_batch_size counts; "dr_grpo" (2503.20783) by
@@ -202,6 +207,8 @@ class ObjectiveOptions:
     desirable_weight: float = option(1.0, REPORTED, ("kto",))
     undesirable_weight: float = option(1.0, REPORTED, ("kto",))
     reference: Reference = option("base", REPORTED)
+    reference_sync_steps: int | None = option(None, REPORTED, POLICY_GRADIENT)
+    reference_mixup_alpha: float = option(0.6, REPORTED, POLICY_GRADIENT)
     loss_type: PolicyLoss = option("dapo", REPORTED, POLICY_GRADIENT)
     epsilon: float = option(0.2, REPORTED, POLICY_GRADIENT)
     epsilon_high: float | None = option(None, REPORTED, POLICY_GRADIENT)
@@ -256,6 +263,7 @@ class ObjectiveOptions:
                 f"objective.{field.name} is {getattr(self, field.name)} and objective.name is {self.name}, but it "
                 f"belongs to {' and '.join(names)}: remove it, or choose one of these.",
             )
+        self._check_reference()
         self._check_clipping()
         self._check_importance()
         self._check_rewards()
@@ -267,6 +275,26 @@ class ObjectiveOptions:
             0 <= self.top_entropy_quantile <= 1,
             f"objective.top_entropy_quantile is {self.top_entropy_quantile}, but a share from 0 to 1 is expected: use "
             "for example 0.2, or 1 for all tokens.",
+        )
+
+    def _check_reference(self) -> None:
+        """Refuses a reference that moves where there is none, or nowhere."""
+        require_at_least("objective.reference_sync_steps", self.reference_sync_steps, 1, "use for example 512")
+        require(
+            0 < self.reference_mixup_alpha <= 1,
+            f"objective.reference_mixup_alpha is {self.reference_mixup_alpha}, but a share above 0 and up to 1 is "
+            "expected: use for example 0.6, or 1 for a copy.",
+        )
+        require(
+            self.reference_sync_steps is None or self.divergence_weight > 0,
+            f"objective.reference_sync_steps is {self.reference_sync_steps} and objective.beta is 0, so that there is "
+            "no reference: set objective.beta to for example 0.04, or remove objective.reference_sync_steps.",
+        )
+        require(
+            self.reference_sync_steps is not None or self.reference_mixup_alpha == 0.6,
+            f"objective.reference_mixup_alpha is {self.reference_mixup_alpha} and objective.reference_sync_steps is "
+            "null, so that the reference never moves: set objective.reference_sync_steps to for example 512, or remove "
+            "objective.reference_mixup_alpha.",
         )
 
     def _check_clipping(self) -> None:

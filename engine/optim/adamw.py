@@ -50,6 +50,8 @@ class FlatAdamW:
         device = flat.gradient.device
         self.exp_avg = flat.state()
         self.exp_avg_sq = flat.state()
+        self.reference: Tensor | None = None
+        """Earlier masters that the trained model is compared with; None where nothing compares with such."""
         self.step_count = torch.zeros((), dtype=torch.float32, device=device)
         """Updates applied so far: AdamW's t."""
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
@@ -136,9 +138,8 @@ class FlatAdamW:
         return norm
 
     def state_shards(self) -> list[NamedShard]:
-        """Returns masters and moments of this rank as named shards, for saving and loading."""
-        return (
-            self.flat.shards("master", self.flat.master)
-            + self.flat.shards("optim.exp_avg", self.exp_avg)
-            + self.flat.shards("optim.exp_avg_sq", self.exp_avg_sq)
-        )
+        """Returns masters, moments and reference of this rank as named shards, for saving and loading."""
+        states = {"master": self.flat.master, "optim.exp_avg": self.exp_avg, "optim.exp_avg_sq": self.exp_avg_sq}
+        if self.reference is not None:
+            states["reference"] = self.reference
+        return [shard for name, flat in states.items() for shard in self.flat.shards(name, flat)]

@@ -222,7 +222,7 @@ class _Rank:
             ADAPTERS: self._held(self._sharding.weights, adapters),
             MASTERS: self._held(self._sharding.masters, flat),
             GRADIENTS: self._held(self._sharding.gradients, flat),
-            OPTIMIZER: 2 * self._held(self._sharding.moments, flat),
+            OPTIMIZER: (2 + self._references) * self._held(self._sharding.moments, flat),
             DECODED: self._scratch(),
         }
         if self._workload.offload_weights:
@@ -241,6 +241,12 @@ class _Rank:
         """Counts the weights of a frozen model beside the trained one, adapters among them."""
         static = predict_static(self._workload.of_companion(companion), self._layout)[self._rank].static
         return static.get(WEIGHTS, 0) + static.get(ADAPTERS, 0)
+
+    @property
+    def _references(self) -> int:
+        """Further copies of the masters: 1 where a reference moves."""
+        samples = self._workload.samples
+        return int(samples is not None and samples.moves_reference)
 
     def _flat(self) -> Counter[str]:
         """Returns the bytes of a flat fp32 buffer over trained parameters, by the axis that gradients are summed
@@ -291,7 +297,7 @@ class _Rank:
         if self._workload.offload_weights:
             weights = sum(group.moved_bytes(self._workload.dtype.itemsize) for group in self._groups())
         if self._workload.offload_optimizer:
-            state = NUM_STATES * self._held(self._sharding.masters, self._flat())
+            state = (NUM_STATES + self._references) * self._held(self._sharding.masters, self._flat())
         return weights + state
 
     def _load(self, static: Parts) -> int:

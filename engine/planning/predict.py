@@ -111,6 +111,7 @@ def samples_of(config: RunConfig, *, prompt: int | None = None, completion: int 
         steps=steps,
         compared=steps > 1 or rollout.server is not None,
         entropies=objective.entropy_use,
+        moves_reference=objective.reference_sync_steps is not None,
         seed=config.train.seed,
         neighbour=None if objective.kind.neighbour is None else resolve(objective.kind.neighbour)(rollout),
     )

@@ -100,6 +100,7 @@ class Samples:
         steps: optimizer steps that are taken on them.
         compared: whether their log-probabilities are computed once more before the first of these.
         entropies: what training takes of the entropies of their tokens.
+        moves_reference: whether another copy of the masters is the reference.
         seed: of the sampling.
         neighbour: what other processes of the run hold on one of the GPUs; None for nothing.
     """
@@ -112,6 +113,7 @@ class Samples:
     steps: int = 1
     compared: bool = False
     entropies: EntropyUse = "none"
+    moves_reference: bool = False
     seed: int = 0
     neighbour: Neighbour | None = None
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.rollouts.agents.metrics import metric_arrays, metrics_of
 from engine.rollouts.sampler import Sampled, Turns
@@ -43,6 +44,7 @@ class Buffer:
         old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
             completion is trained on once, right after the trainer's own model sampled it.
         teacher_logps: float32 [K, tokens] of each completion, by each teacher; None without teachers.
+        reference_logps: as `old_logps`, by a reference that moves; None where none does.
         routes_differ: share of the pairs of a token and a layer for which the trainer would have chosen other experts
             than the server did; None where the server's are not known.
     """
@@ -59,6 +61,7 @@ class Buffer:
     old_logps: tuple[NDArray[np.float32], ...] | None = None
     teacher_logps: tuple[NDArray[np.float32], ...] | None = None
     routes_differ: float | None = None
+    reference_logps: tuple[NDArray[np.float32], ...] | None = None
 
     @property
     def group(self) -> int:
@@ -74,6 +77,16 @@ class Buffer:
     def total_steps(self) -> int:
         """Steps that are trained from it."""
         return self.num_steps * self.iterations
+
+    def of_each(self, values_T: NDArray[np.float32], dataset: TokenDataset) -> tuple[NDArray[np.float32], ...]:
+        """Returns the values of each completion's tokens.
+
+        Args:
+            values_T: float32 [..., T], of all tokens of a data set of its completions.
+        """
+        ends = (dataset.starts + dataset.lengths).tolist()
+        found = zip(ends, self.completions, strict=True)
+        return tuple(values_T[..., end - len(one.tokens) : end] for end, one in found)
 
     def step_prompts(self, step: int) -> range:
         """Returns the range of its prompts that a step takes.
@@ -103,6 +116,8 @@ class Buffer:
         }
         if self.old_logps is not None:
             arrays["old_logps"] = np.concatenate(self.old_logps)
+        if self.reference_logps is not None:
+            arrays["reference_logps"] = np.concatenate(self.reference_logps)
         if self.teacher_logps is not None:
             arrays["teacher_logps"] = np.concatenate(self.teacher_logps, axis=1)
         if self.routes_differ is not None:
@@ -128,7 +143,7 @@ class Buffer:
             parts = [
                 np.split(arrays[name], ends) for name in ("tokens", "sampled_logps", "old_logps") if name in arrays
             ]
-            teachers = arrays.get("teacher_logps")
+            teachers, reference = arrays.get("teacher_logps"), arrays.get("reference_logps")
             turns, metrics = _TurnColumns.of(arrays, ends), metrics_of(arrays, len(parts[0]))
             routes = _routes(arrays, len(ends) + 1)
             completions = tuple(
@@ -152,6 +167,7 @@ class Buffer:
                 uniform=arrays["uniform"],
                 old_logps=tuple(parts[2]) if len(parts) > 2 else None,
                 routes_differ=float(arrays["routes_differ"][0]) if "routes_differ" in arrays else None,
+                reference_logps=None if reference is None else tuple(np.split(reference, ends)),
                 teacher_logps=None if teachers is None else tuple(np.split(teachers, ends, axis=1)),
                 generation=generation,
                 num_steps=num_steps,
@@ -181,7 +197,7 @@ class Buffer:
         if not np.isfinite(self.advantages).all():
             return "advantages are not finite"
         for place, one in enumerate(self.completions):
-            logps = [one.logps] if self.old_logps is None else [one.logps, self.old_logps[place]]
+            logps = [one.logps, *(kept[place] for kept in (self.old_logps, self.reference_logps) if kept is not None)]
             if one.tokens.dtype != np.int32 or not one.tokens.size or one.tokens.ndim != 1:
                 return f"completion {place} has no tokens"
             if any(each.dtype != np.float32 or each.shape != one.tokens.shape for each in logps):

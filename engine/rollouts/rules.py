@@ -67,6 +67,7 @@ def _check_evaluation(config: RunConfig) -> None:
 def _check_completions(config: RunConfig) -> None:
     """Refuses options that cannot be combined with training on sampled completions, or with its reference."""
     objective, graph = config.objective, config.memory.cuda_graph
+    fixed = objective.compared_with is not None and objective.reference_sync_steps is None
     require(
         graph == "none",
         f"objective.name is {objective.name} and memory.cuda_graph is {graph}, whose size depends on the rows, which "
@@ -83,18 +84,18 @@ def _check_completions(config: RunConfig) -> None:
         "compared with the model without its adapters, if at all: remove it.",
     )
     require(
-        objective.compared_with is None or not config.trainable,
+        not fixed or not config.trainable,
         f"objective.beta is {objective.beta} and trainable is {list(config.trainable)}, so that the model without "
         "adapters, which completions are compared with, would change with training: set objective.beta to 0, or "
         "trainable to [].",
     )
     require(
-        objective.compared_with is None or config.lora.rank > 0,
+        not fixed or config.lora.rank > 0,
         f"objective.beta is {objective.beta} and lora.rank is 0, but completions are compared with the model without "
         "its adapters: set lora.rank to for example 16, or objective.beta to 0.",
     )
     require(
-        objective.compared_with is None or config.lora.init_from is None,
+        not fixed or config.lora.init_from is None,
         f"objective.beta is {objective.beta} and lora.init_from is {config.lora.init_from}, but completions are "
         "compared with the model without its adapters, and not with the adapter that the run starts from: merge it "
         "into the model first, or set objective.beta to 0.",

@@ -17,6 +17,7 @@ from engine.inference.generate import context_limit
 from engine.rollouts.agents.agent import Agent, read_agent
 from engine.rollouts.data.prompts import PromptLoader, PromptSet, read_prompts
 from engine.rollouts.data.routes import RouteShape
+from engine.rollouts.moving_reference import MovingReference
 from engine.rollouts.scorer import check_rewards, refuse_compared
 from engine.rollouts.served import check_server
 from engine.rollouts.source import RolloutSource
@@ -55,7 +56,8 @@ class PromptData:
     def know_reference(
         self, config: RunConfig, training: Training, log: Log, *, run_dir: Path, rank: int, resumed: Path | None
     ) -> None:
-        """Does nothing: completions are compared with the base alone."""
+        if config.objective.reference_sync_steps is not None and resumed is None:
+            MovingReference(config, training).begin()
 
     def source(
         self,

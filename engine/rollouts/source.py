@@ -34,6 +34,7 @@ from engine.rollouts.data.routes import DifferingRoutes, RouteColumns, RouteShap
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.evaluation import CompletionValidation, evaluation_sampler
 from engine.rollouts.figures import OVERLONG, SHOWN, format_completions, mismatch, step_figures
+from engine.rollouts.moving_reference import MovingReference
 from engine.rollouts.objective.advantages import (
     Advantages,
     advantages,
@@ -127,6 +128,8 @@ class RolloutSource:
             self.validation = CompletionValidation(
                 config, validation, sample=sample, scorer=self._scorer, tokenizer=tokenizer, say=say
             )
+        moves = config.objective.reference_sync_steps is not None
+        self._reference = MovingReference(config, training) if moves else None
         self._open: OpenBuffer | None = None
         self._generation, self._prompts_answered = 0, 0
         """The number of the next buffer, and the prompts that earlier ones have taken."""
@@ -158,6 +161,8 @@ class RolloutSource:
 
     def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
         for number in range(step, step + num_steps):
+            if self._reference is not None:
+                self._reference.follow(number)
             if self._open is None or self._open.is_used_up(consumed):
                 buffer = self._filled(number, last=step + num_steps)
                 self._open = OpenBuffer(buffer, consumed, self._config.train.global_batch_size)
@@ -272,6 +277,7 @@ class RolloutSource:
             "distillation.whole": config.distillation.whole,
             "rollout.num_generations": config.rollout.num_generations,
             "rollout.temperature": config.rollout.temperature,
+            "objective.reference_sync_steps": config.objective.reference_sync_steps,
             "train.global_batch_size": config.train.global_batch_size,
             "data.seq_length": config.data.seq_length,
         }
@@ -341,6 +347,9 @@ class RolloutSource:
             buffer = self._with_old_logps(buffer)
         if self._sampler.elsewhere:
             self._compare(buffer, step)
+        if self._reference is not None:
+            dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
+            buffer = replace(buffer, reference_logps=buffer.of_each(self._reference.logps(dataset), dataset))
         if self._teachers is not None and not config.distillation.whole:
             begin = time.monotonic()
             buffer = replace(buffer, teacher_logps=self._teacher_logps(self._teachers, buffer))
@@ -412,15 +421,13 @@ class RolloutSource:
         given = dataset.extra(RouteColumns) is not None
         differing = DifferingRoutes(stages.step.device) if given else None
         logps = token_logps(self._config, mesh, stages, dataset, differing=differing)
-        found = tuple(logps[place] for place in _places(dataset, buffer))
         share = None if differing is None else differing.share(mesh)
-        return replace(buffer, old_logps=found, routes_differ=share)
+        return replace(buffer, old_logps=buffer.of_each(logps, dataset), routes_differ=share)
 
     def _teacher_logps(self, teachers: Teachers, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
         """Returns the teachers' log-probabilities of the completions, [K, tokens] of each. Collective."""
         dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False, routes=False)
-        logps_KT = teachers.logps(dataset)
-        return tuple(logps_KT[:, place] for place in _places(dataset, buffer))
+        return buffer.of_each(teachers.logps(dataset), dataset)
 
     def _show(self, step: int, samples: Sequence[Sample], buffer: Buffer) -> None:
         for number, line in enumerate(format_completions(samples, buffer, self._names(), self._config.rollout.show), 1):
@@ -504,7 +511,9 @@ class RolloutSource:
             routes: whether routers are given the experts that the server chose, where these are known.
         """
         config = self._config
-        documents, old, given = [], [], []
+        documents, given = [], []
+        kept = {"old_logps": buffer.old_logps, "reference_logps": buffer.reference_logps}
+        known: dict[str, list[NDArray[np.float32]]] = {name: [] for name in kept}
         for prompt in prompts:
             for place in range(prompt * buffer.group, (prompt + 1) * buffer.group):
                 one = buffer.completions[place]
@@ -522,17 +531,18 @@ class RolloutSource:
                 )
                 if routes and one.routes is not None:
                     given.append(one.routes)
-                if buffer.old_logps is not None:
-                    old += [np.zeros(len(ids), dtype=np.float32), buffer.old_logps[place]]
+                for name, logps in kept.items():
+                    if logps is not None:
+                        known[name] += [np.zeros(len(ids), dtype=np.float32), logps[place]]
         dataset = TokenDataset(
             completion_columns(documents, row_weight(config.objective.loss_type)),
             seq_length=config.data.seq_length,
             packing=config.data.packing is True,
         )
-        if old:
+        if given_logps := {name: np.concatenate(found) for name, found in known.items() if found}:
             columns = dataset.extra(CompletionColumns)
             assert columns is not None
-            dataset.put(replace(columns, old_logps=np.concatenate(old)))
+            dataset.put(replace(columns, **given_logps))
         if given and self._routes is not None:
             dataset.put(RouteColumns.of(given, self._routes))
         return dataset
@@ -570,12 +580,6 @@ class RolloutSource:
 def _count(buffer: Buffer) -> int:
     """Returns the number of teachers of a buffer."""
     return 0 if buffer.teacher_logps is None else len(buffer.teacher_logps[0])
-
-
-def _places(dataset: TokenDataset, buffer: Buffer) -> list[slice]:
-    """Returns where the tokens of each completion of a buffer lie among those of its data set."""
-    ends = (dataset.starts + dataset.lengths).tolist()
-    return [slice(end - len(one.tokens), end) for end, one in zip(ends, buffer.completions, strict=True)]
 
 
 def _is_state(values: Any) -> bool:

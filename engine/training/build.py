@@ -120,6 +120,8 @@ def build_training(
     if base is not None:
         base.is_filled = True
     optimizer = build_optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
+    if config.objective.reference_sync_steps is not None:
+        optimizer.reference = flat.state()
     reducer = GradientReducer(flat, mesh, bucket_bytes=bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)

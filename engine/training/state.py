@@ -1,7 +1,7 @@
 """A run's training state: the tensors and records that are saved, and how they are loaded again.
 
-A checkpoint holds the trained tensors (fp32 masters and moments of adapters and trained parameters) and the run's
-progress; the frozen base is referred to by path and fingerprint.
+A checkpoint holds the trained tensors (fp32 masters and moments of adapters and trained parameters, and of these a
+reference that moves) and the run's progress; the frozen base is referred to by path and fingerprint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from engine.checkpoint.heads import SCORE
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.run.commit import TrainingContents, owned
-from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
+from engine.checkpoint.run.training_state import REFERENCE, TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import SHARED, TIED_HEAD
@@ -136,6 +136,11 @@ def check_state(
 
             _check_same("lora", {_TYING: not trained_apart(checkpoint.lora, names)}, now, path, (_TYING,))
     _check_trained(checkpoint, plan)
+    if config.objective.reference_sync_steps is not None and not _has_reference(checkpoint):
+        raise UserError(
+            f"{path} is of a run whose reference did not move, and has none: remove objective.reference_sync_steps, or "
+            "start a new run from its adapter with lora.init_from."
+        )
     fingerprint = source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
         raise UserError(
@@ -208,6 +213,10 @@ def _check_trained(checkpoint: TrainingCheckpoint, plan: ModelPlan) -> None:
             f"{does} trains {differing[0]}, which {does_not} does not: set lora.targets, lora.exclude, lora.layers, "
             "lora.fused and trainable as they were, or start afresh with checkpoint.resume none and another directory."
         )
+
+
+def _has_reference(checkpoint: TrainingCheckpoint) -> bool:
+    return any(name.startswith(REFERENCE) for name in checkpoint.tensor_names())
 
 
 def _check_best(checkpoint: TrainingCheckpoint) -> None:

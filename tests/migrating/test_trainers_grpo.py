@@ -28,7 +28,7 @@ arguments = GRPOConfig(
     temperature=0.8, mask_truncated_completions=True, disable_dropout=True, use_vllm=True, vllm_mode="colocate",
     vllm_importance_sampling_correction=True, log_completions=True, eval_strategy="steps", eval_steps=10,
     num_generations_eval=4, metric_for_best_model="eval_reward", load_best_model_at_end=True,
-    sync_ref_model=True, min_p=0.1, repetition_penalty=1.2, vespo_k_pos=1.5, bf16=True,
+    sync_ref_model=True, ref_model_sync_steps=64, min_p=0.1, repetition_penalty=1.2, vespo_k_pos=1.5, bf16=True,
 )
 trainer = GRPOTrainer(
     model="m", reward_funcs=[short, right], args=arguments, train_dataset=data, peft_config=peft_config
@@ -57,7 +57,7 @@ def test_trls_grpo(tmp_path: Path) -> None:
     assert config.train.eval_every == 10 and rollout.eval_generations == 4 and config.checkpoint.keep_best
     assert config.data.validation == "path/to/validation.jsonl", "a place to fill"
     lacking = [note.partition(" ")[0] for note in conversion.notes if "has no counterpart" in note]
-    assert lacking == ["sync_ref_model"]
+    assert lacking == [] and (objective.reference_sync_steps, objective.reference_mixup_alpha) == (64, 0.6)
     assert (rollout.min_p, rollout.repetition_penalty, objective.vespo_k_pos) == (0.1, 1.2, 2.0)
     assert any(line.startswith("rollout.rewards: put short, right into rewards.py") for line in conversion.to_fill)
 

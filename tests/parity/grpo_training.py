@@ -24,6 +24,7 @@ from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.experts.router_load import RouterLoad
 from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
+from engine.rollouts.moving_reference import MovingReference
 from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
 from engine.rollouts.objective.policy import row_weight
 from engine.rollouts.token_logps import token_logps
@@ -68,6 +69,7 @@ class Job:
         parts: micro-batches of a step.
         corrects: whether the sampler's log-probabilities count, as TRL has it for vLLM.
         tools: whether a tool wrote some of the tokens.
+        whole: all parameters train, and no adapters.
     """
 
     settings: dict[str, Any]
@@ -75,6 +77,7 @@ class Job:
     parts: int = 1
     corrects: bool = False
     tools: bool = False
+    whole: bool = False
 
 
 class Found(NamedTuple):
@@ -229,9 +232,12 @@ def trl_steps(folder: Path, job: Job, steps: int, out: Path) -> Found:
         trainer = Given(
             model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), reward_funcs=functions,
             args=arguments, train_dataset=rows, processing_class=tokenizer(),
-            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=_targets(folder), task_type="CAUSAL_LM"),
+            peft_config=None if job.whole else LoraConfig(
+                r=4, lora_alpha=8, target_modules=_targets(folder), task_type="CAUSAL_LM"
+            ),
         )  # fmt: skip
-        set_peft_model_state_dict(trainer.model, load_file(folder / "adapter" / "adapter_model.safetensors"))
+        if not job.whole:
+            set_peft_model_state_dict(trainer.model, load_file(folder / "adapter" / "adapter_model.safetensors"))
         trainer.use_vllm = job.corrects  # its probabilities are looked at, nothing is sampled
         trainer.train()
     finally:
@@ -271,10 +277,13 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "mask_truncated_completions": "objective.mask_truncated",
         "off_policy_mask_threshold": "objective.off_policy_threshold",
         "multi_objective_aggregation": "objective.reward_aggregation",
+        "ref_model_mixup_alpha": "objective.reference_mixup_alpha",
+        "ref_model_sync_steps": "objective.reference_sync_steps",
         "router_aux_loss_coef": "train.router_aux_loss_coef", "entropy_coef": "objective.entropy_coefficient",
     }  # fmt: skip
     given = dict(job.settings)
     given.pop("reward_weights", None)
+    given.pop("sync_ref_model", None)
     levels = {}
     if given.pop("importance_sampling_level", "token") == "sequence":
         if given["loss_type"] == "grpo":
@@ -292,6 +301,7 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "optim.warmup_steps": 0, "objective.name": "grpo", "objective.num_iterations": job.iterations,
         "rollout.num_generations": MEMBERS, "rollout.max_completion_length": LONGEST,
         **{names[name]: json.dumps(value) if isinstance(value, bool) else value for name, value in given.items()},
+        **({"lora.init_from": "null", "lora.rank": 0, "lora.targets": "[]", "trainable": "*"} if job.whole else {}),
     }  # fmt: skip
 
 
@@ -328,6 +338,10 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int, to
         return update(*arguments)
 
     training.optimizer.step = recorded  # type: ignore[method-assign]
+    reference = None
+    if config.objective.reference_sync_steps is not None:
+        reference = MovingReference(config, training)
+        reference.begin()
     losses, figures = [], []
     objective, given = config.objective, batches(Path(folder))
     for number in range(steps // objective.num_iterations):
@@ -356,6 +370,11 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int, to
                 for adapters in (True, False)
             )
             dataset.put(replace(columns, old_logps=old, reference_logps=base))
+        if reference is not None:
+            reference.follow(len(losses))
+            columns = dataset.extra(CompletionColumns)
+            assert columns is not None
+            dataset.put(replace(columns, reference_logps=reference.logps(dataset)))
         for _ in range(objective.num_iterations):
             loader = DataLoader(
                 dataset,

@@ -26,7 +26,7 @@ from engine.models.families import family_of
 from engine.planning.launch_times import launch_seconds
 from engine.planning.launches import LaunchCounter, TorchAttention
 from engine.planning.machine import MACHINES, Machine
-from engine.planning.peak import predict_layout
+from engine.planning.peak import predict_layout, predict_static
 from engine.planning.predict import workload_of
 from engine.planning.rank_layout import Companion, Layout, Neighbour, Workload
 from engine.planning.step_time import predict_range, predict_time
@@ -52,6 +52,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with ExitStack() as opened:
         settings = rollout_settings(tmp_path_factory.mktemp("run"), lora__rank=3, model__kernels="reference")
         yield prepared(settings, opened)
+
+
+def test_a_reference_that_moves_is_one_more_copy_of_the_masters(run: PreparedRun) -> None:
+    config, workload = planned(run)
+    assert workload.samples is not None
+    moving = replace(workload, samples=replace(workload.samples, moves_reference=True))
+    layout = Layout(parallel=config.parallel)
+    (plain,), (more,) = (predict_static(one, layout) for one in (workload, moving))
+    assert sum(more.static.values()) - sum(plain.static.values()) == run.training.optimizer.flat.master.nbytes
 
 
 def planned(run: PreparedRun, **rollout: Any) -> tuple[RunConfig, Workload]:

@@ -104,6 +104,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"objective.importance_max": 2}, "objective.importance_max is 2.0 and objective.importance_correction is none"),
     ({"objective.importance_min": 0.5}, "objective.importance_min is 0.5 and objective.importance_correction is none"),
     ({"objective.entropy_coefficient": -0.1}, "objective.entropy_coefficient is -0.1, but it must be 0 or more"),
+    ({"objective.reference_sync_steps": 8}, "objective.reference_sync_steps is 8 and objective.beta is 0, so that"),
+    ({"objective.reference_mixup_alpha": 0.5}, "reference_mixup_alpha is 0.5 and objective.reference_sync_steps is"),
+    ({"objective.reference_mixup_alpha": 0}, "objective.reference_mixup_alpha is 0.0, but a share above 0"),
     ({"objective.kl_bias_correction": "false"}, "so that there is no divergence to correct: set objective.beta"),
     ({"data.seq_length": 65}, "the model's context is 64: set data.seq_length to 64 or less"),
 ]

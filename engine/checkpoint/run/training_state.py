@@ -26,6 +26,7 @@ from engine.kernels.checksum import checksum_of
 from engine.sentences import listed
 
 MASTER, ADAPTER, MOMENTS = "master/", "adapter/", ("optim.exp_avg/", "optim.exp_avg_sq/")
+REFERENCE = "reference/"
 _MAX_CONFIG_BYTES, _MAX_BESIDE_BYTES = 16 << 20, 8 << 30
 
 
@@ -56,9 +57,9 @@ class TrainingCheckpoint(PieceReader):
         super().__init__(folder, manifest)
 
     def refuse_leftover(self) -> None:
-        """Raises UserError where a tensor is neither a trained value nor a moment of one."""
+        """Raises UserError where a tensor is neither a trained value nor a moment of one, nor the reference's."""
         stored, trained = self.tensor_names(), self.trained().tensor_names()
-        used = {prefix + name for prefix in (MASTER, ADAPTER, *MOMENTS) for name in trained}
+        used = {prefix + name for prefix in (MASTER, ADAPTER, *MOMENTS, REFERENCE) for name in trained}
         refuse_leftover(str(self.folder), stored, used, because="no run reads: use another copy of the checkpoint.")
 
     @property

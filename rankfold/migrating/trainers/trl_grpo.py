@@ -132,6 +132,10 @@ def complete(conversion: Conversion) -> None:
     for name in ("objective.epsilon", "objective.epsilon_high", "objective.delta"):
         if loss in WITHOUT_LIMITS and name in options:
             conversion.remove(name, f"{loss} has no limits")
+    if facts.get("moves_reference") and options.get("objective.beta"):
+        steps, share = facts.get("reference_steps", 512), facts.get("reference_share", 0.6)
+        conversion.set_default("derived", "sync_ref_model", "objective.reference_sync_steps", steps)
+        conversion.set_default("derived", "ref_model_mixup_alpha", "objective.reference_mixup_alpha", share)
     if options.get("objective.entropy_coefficient") and (
         loss not in _BY_TOKENS or options.get("objective.top_entropy_quantile", 1.0) < 1
     ):
@@ -169,7 +173,8 @@ def _buffers(conversion: Conversion) -> None:
 
 def finish(conversion: Conversion) -> None:
     conversion.options["objective.name"] = "grpo"
-    if not conversion.facts["trains_adapters"] and conversion.options.get("objective.beta"):
+    moves = conversion.facts.get("moves_reference")
+    if not conversion.facts["trains_adapters"] and not moves and conversion.options.get("objective.beta"):
         conversion.remove("objective.beta", "the reference is the model without its adapters, and none train")
         conversion.notes.append(
             "beta has no counterpart, and the run will differ: the reference is the model without its adapters, and "

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, BatchPart
+from engine.batch import Batch, BatchPart, Routes
 from engine.distributed.collectives import all_gather
 from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
@@ -98,11 +98,12 @@ class TeacherPasses:
 
     def taught(self, batches: list[Batch]) -> list[Batch]:
         """Returns micro-batches with the teachers' outputs, where this rank has the last stage."""
-        found = [teacher.read_head(batches, keep_output) for teacher in self._teachers]
+        plain = [batch.without(Routes) for batch in batches]  # a teacher's routers choose for themselves
+        found = [teacher.read_head(plain, keep_output) for teacher in self._teachers]
         if any(outputs is None for outputs in found):
             return batches
         heads = tuple(teacher.models()[-1] for teacher in self._teachers)
         return [
-            batch.with_parts(TeacherStates(batch=batch, heads=heads, outputs=outputs, vocab_size=self._vocab_size))
-            for batch, outputs in zip(batches, zip(*(one or () for one in found), strict=True), strict=True)
+            batch.with_parts(TeacherStates(batch=own, heads=heads, outputs=outputs, vocab_size=self._vocab_size))
+            for batch, own, outputs in zip(batches, plain, zip(*(one or () for one in found), strict=True), strict=True)
         ]

@@ -70,6 +70,7 @@ def workload_of(
         samples=samples,
         companions=_companions(config),
         base_teachers=0 if objective.kind.companions is None else config.distillation.teachers.count(BASE),
+        teaches_each_step=config.distillation.whole,
         graphed=config.memory.cuda_graph != "none",
     )
 

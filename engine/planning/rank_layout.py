@@ -221,6 +221,7 @@ class Workload:
         samples: of an objective that samples what it trains on; None where data are given.
         companions: frozen models beside the trained one, each of which goes through the rows once.
         base_teachers: how many times the model without its adapters does, as a companion would.
+        teaches_each_step: whether they do so in each step, and not once for a batch of completions.
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
         tenants: runs on one base that share a micro-batch, each with adapters like those of the plan; 0 where the
             model is one run's own.
@@ -250,6 +251,7 @@ class Workload:
     samples: Samples | None = None
     companions: tuple[Companion, ...] = ()
     base_teachers: int = 0
+    teaches_each_step: bool = False
     graphed: bool = False
     tenants: int = 0
 

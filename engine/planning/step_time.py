@@ -339,10 +339,10 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     compared = 0.0 if workload.samples is None or not workload.samples.compared else 1 / workload.iterations
     if passes := int(workload.refers_to_base) + int(counts_first) + compared:
         step += passes * _forwards(costs, plan, microbatches)
-    # once for each batch of completions
     teachers = workload.base_teachers * _forwards(costs, plan, microbatches)
     teachers += sum(_pass_of(one, workload, layout, memory, machine) for one in workload.companions)
-    teachers /= workload.iterations
+    if not workload.teaches_each_step:
+        teachers /= workload.iterations
     step += teachers
     sampling = 0.0
     if workload.samples is not None and samples is not None:

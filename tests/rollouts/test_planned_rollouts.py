@@ -181,8 +181,16 @@ def test_teachers_take_passes() -> None:
     assert 0.8 * forward < model.teachers < forward
     for one in (base, model):
         assert one.step == pytest.approx(without.step + one.teachers)
+    samples = _taught(()).samples
+    assert samples is not None
     both = predict_time(_taught(("base", "my-8b")), Layout(), MemoryPlan(), H100)
     assert both.teachers == pytest.approx(base.teachers + model.teachers)
+    again = replace(_taught(("my-8b",)), samples=replace(samples, steps=2))
+    assert again.iterations == 2
+    half, whole = (
+        predict_time(replace(again, teaches_each_step=each), Layout(), MemoryPlan(), H100) for each in (False, True)
+    )
+    assert half.teachers == pytest.approx(model.teachers / 2) and whole.teachers == pytest.approx(model.teachers)
     halves = predict_time(_taught(("my-8b",)), Layout(data=2), MemoryPlan(), H100)
     assert halves.teachers == pytest.approx(model.teachers / 2, rel=0.01)
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import base64
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from engine.batch import Batch, Routes
+from engine.distillation.teacher_states import TeacherPasses, TeacherStates
 from engine.errors import UserError
 from engine.rollouts.buffer import Buffer
 from engine.rollouts.data.routes import RouteShape, with_unknown
 from engine.rollouts.sampler import Sampled
 from engine.rollouts.servers.routes import read_int32, read_npy
 from engine.rollouts.source import RolloutSource
+from tests.distributed.cases import make_batch
 from tests.support.completion_stand_in import StandIn
 from tests.support.rollout_runs import prepared, stepped
 from tests.support.served_runs import make_mixture, mixture_settings, served_settings
@@ -76,6 +81,23 @@ def test_a_server_without_routes(kind: str, model: Path, tmp_path: Path, capsys:
         assert "return_routed_experts" not in asked
         with pytest.raises(UserError, match="router_replay is on, and .* returns no routed_experts: start it with"):
             stepped(_settings(tmp_path, server, rollout__router_replay="on"), 1)
+
+
+def test_teachers_choose_for_themselves() -> None:
+    """A teacher that passes over the rows of a step may be a mixture too, with other layers and other experts."""
+    batch = make_batch([(0, (6,))], row_length=6, seq_length=6, vocab_size=9, seed=1)
+    routes = Routes(experts_MKBS=torch.zeros(1, 2, 1, 6, dtype=torch.uint8), layers=(0,))
+    seen: list[Batch] = []
+
+    def read(batches: list[Batch], head: object) -> list[torch.Tensor]:
+        seen.extend(batches)
+        return [torch.zeros(6, 4)]
+
+    teacher: Any = SimpleNamespace(read_head=read, models=lambda: [None])
+    (found,) = TeacherPasses([teacher], 9).taught([batch.with_parts(routes)])
+    states = found.part(TeacherStates)
+    assert found.part(Routes) is routes and states is not None
+    assert seen[0].part(Routes) is None and states.batch.part(Routes) is None
 
 
 @pytest.mark.slow

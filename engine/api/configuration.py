@@ -57,7 +57,7 @@ def _check(config: RunConfig) -> None:
         UserError: it cannot work, whatever is given.
     """
     completed = [config]
-    if config.data.train is None:
+    if config.data.train is None and not config.rollout.has_tasks:
         completed = [replace(config, data=replace(config.data, train=_LATER))]
     if not config.rollout.rewards:
         completed += [replace(one, rollout=replace(one.rollout, rewards=(_LATER,))) for one in completed]

@@ -23,6 +23,8 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex", MODEL_REWARD)
 ENVIRONMENT = "environment"
 """The entry of rollout.rewards that stands for the scores of rollout.environment itself."""
 OPENENV = "openenv:"
+VERIFIERS = "verifiers:"
+"""Begins the name of an environment of the package verifiers in rollout.agent."""
 """Begins rollout.environment where it is the address of an OpenEnv server."""
 IN_PROGRAM = "python:"
 """Begins the names of what a Python program supplies: its reward functions, and its records."""
@@ -81,7 +83,8 @@ class RolloutOptions:
         agent: Program that holds the conversations itself, as FILE.py:NAME, a function or a class whose objects are
             called: with the fields of a record, and base_url, api_key and model of an OpenAI endpoint of the run, which
             it asks for turns of the model; null for none. It returns a reward, None, or {"reward": ..., "metrics":
-            {...}}. Each conversation under way has a process of its own.
+            {...}}. Each conversation under way has a process of its own. Or an environment of the package verifiers
+            0.4, with its tasks in place of data.train, as verifiers:NAME or verifiers:FILE.toml.
         agent_timeout: Seconds that a conversation of rollout.agent may take, with all its turns of the model; the
             completion of one that takes longer fails.
         endpoint: Address at which the run answers the requests of rollout.agent, as HOST:PORT, which further copies of
@@ -286,6 +289,11 @@ class RolloutOptions:
         )
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether the agent has tasks of its own, which are the run's prompts."""
+        return self.agent is not None and self.agent.startswith(VERIFIERS)
+
+    @property
     def named_programs(self) -> tuple[tuple[str, str], ...]:
         """The tools, the environment and the agent, each with the option that names it."""
         tools = [("rollout.tools", text) for text in self.tools]
@@ -397,11 +405,13 @@ class NamedObject:
         file: where it is; None of a Python program's own, and of a server's.
         name: of the function or class; "" of a server's.
         server: the address of an OpenEnv server; None for none.
+        is_package: whether it is an environment of the package verifiers, whose options are in `file`, if anywhere.
     """
 
     file: str | None
     name: str
     server: str | None = None
+    is_package: bool = False
 
     @classmethod
     def parse(cls, option: str, text: str) -> NamedObject:
@@ -421,6 +431,14 @@ class NamedObject:
                 f"{OPENENV}: write for example openenv:http://127.0.0.1:8000.",
             )
             return cls(file=None, name="", server=url)
+        if option == "rollout.agent" and text.startswith(VERIFIERS):
+            name = text.removeprefix(VERIFIERS)
+            require(
+                bool(name) and name.isprintable() and " " not in name,
+                f"{option} is {text!r}, but the name of an environment is expected behind {VERIFIERS}: write for "
+                "example verifiers:reverse-text, or verifiers:env.toml.",
+            )
+            return cls(file=name if name.endswith(".toml") else None, name=name, is_package=True)
         file, colon, name = text.rpartition(":")
         require(
             bool(colon) and bool(file) and name.isidentifier(),

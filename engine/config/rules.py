@@ -58,7 +58,7 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
     """
     _require_folder("model.path", config.model.path, "a Hugging Face or partitioned checkpoint")
     require(
-        config.data.train is not None,
+        config.data.train is not None or config.rollout.has_tasks,
         "data.train is not set, but training needs samples: give the path of a .jsonl, .json, .csv, .parquet or .txt "
         "file, or hub:OWNER/NAME.",
     )
@@ -84,7 +84,9 @@ def check_files(config: RunConfig, supplied: Container[str] = ()) -> None:
         named = NamedObject.parse(option, text)
         file = named.file
         require(
-            named.server is not None or (text in supplied if file is None else Path(file).is_file()),
+            named.server is not None
+            or (named.is_package and file is None)
+            or (text in supplied if file is None else Path(file).is_file()),
             f"{option} has {text}, a function or class of a Python program: give it in that program, as "
             "train(config, tools=[...]), or name a file, as FILE.py:NAME."
             if file is None

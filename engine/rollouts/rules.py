@@ -26,6 +26,11 @@ def check_rollouts(config: RunConfig) -> None:
     _check_server(config)
     _check_teachers(config)
     _check_programs(config)
+    require(
+        not config.rollout.has_tasks or config.data.train is None,
+        f"data.train is {config.data.train} and rollout.agent {config.rollout.agent}, whose own tasks are the prompts: "
+        "remove data.train.",
+    )
     _check_evaluation(config)
 
 

@@ -103,7 +103,8 @@ def read_prompt_data(
             text.
     """
     data, rollout, decoder = config.data, config.rollout, model.decoder
-    assert data.train is not None
+    train = data.train or rollout.agent
+    assert train is not None
     if decoder.needs_images:
         raise UserError(
             f"every layer of this {decoder.family} model attends to an image, and rollouts have text alone: choose "
@@ -118,6 +119,7 @@ def read_prompt_data(
     tools: Tools | Agent | None = None
     if rollout.agent is not None:
         tools = read_agent(config, launch, tokenizer, model, log.info)
+        supplied = replace(supplied, sources={**supplied.sources, **tools.sources()})
     elif rollout.takes_turns:
         tools = read_tools(config, launch, tokenizer, model, programs, log.info)
     room = data.seq_length - rollout.max_completion_length
@@ -135,7 +137,7 @@ def read_prompt_data(
         _require_known(name, found, decoder.vocab_size)
         return found
 
-    prompts = read(data.train, "reading prompts")
+    prompts = read(train, "reading prompts")
     log.info(f"training data: {prompts.summary(room)}")
     if config.objective.limits_ratios and rollout.steps_per_generation * config.objective.num_iterations == 1:
         log.info(

@@ -48,7 +48,6 @@ def build_data(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.vocab_size}: tokens beyond the "
             "model's vocabulary will be refused."
         )
-    assert config.data.train is not None
     if (left_out := vision_left_out(model.hf_config, model.implementation)) is not None:
         log.warning(left_out)
     images = _image_reader(config, model, tokenizer, log)

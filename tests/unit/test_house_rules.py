@@ -56,6 +56,7 @@ CATCHES_ALL = {
     ("engine/rollouts/turns/openenv.py", "_asked"): "the client of OpenEnv raises what the packages below it raise",
     ("engine/rollouts/agents/worker.py", "_loaded"): "a file with an agent is the user's program",
     ("engine/rollouts/agents/worker.py", "answered"): "so is the agent",
+    ("engine/rollouts/agents/worker.py", "tasks_of"): "so is an environment with its tasks",
     ("engine/rollouts/turns/feed.py", "_submit.run"): "a thread hands its defect to the one that samples",
     ("rankfold/benchmarking/processes.py", "_serve"): "a worker process sends any error to the process that asked",
     ("engine/data/template.py", "_run"): "a chat template is a program that comes with a model",

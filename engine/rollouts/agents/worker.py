@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from engine.config.rollout import LARGEST_REWARD, NamedObject
 from engine.files import platforms
 from engine.foreign.supervisor import supervise
+from engine.rollouts.agents.verifiers_agent import VerifiersAgent
 from engine.rollouts.rewards.worker import answering, described_error, load_object
 from engine.sentences import on_one_line
 
@@ -60,19 +61,30 @@ def serve(descriptor: int, parent: int) -> None:
         answer({"problem": agent} if isinstance(agent, str) else {"schemas": [], "rewards": True})
         while not isinstance(agent, str):
             request = receive()
-            answer({"call": request["call"], **answered(agent, request)})
+            reply = tasks_of(agent) if request["do"] == "tasks" else answered(agent, request)
+            answer({"call": request["call"], **reply})
 
 
 def _loaded(name: str) -> Callable[..., Any] | str:
     """Returns an agent, or why there is none."""
     parsed = NamedObject.parse("rollout.agent", name)
-    assert parsed.file is not None
     try:
+        if parsed.is_package:
+            return VerifiersAgent(parsed.name)
+        assert parsed.file is not None
         found = load_object(Path(parsed.file), parsed.name)
         agent = found() if inspect.isclass(found) else found
     except BaseException as error:  # the user's module may raise anything, and call sys.exit
         return f"{name} cannot be loaded ({described_error(error)})"
     return agent if callable(agent) else f"{name} makes an object that cannot be called"
+
+
+def tasks_of(agent: Any) -> dict[str, Any]:
+    """Returns {"tasks": the records of an agent that has its own}, or {"problem": a sentence}."""
+    try:
+        return {"tasks": agent.tasks()}
+    except BaseException as error:  # an environment is a program of its authors
+        return {"problem": described_error(error)}
 
 
 def answered(agent: Callable[..., Any], request: Mapping[str, Any]) -> dict[str, Any]:

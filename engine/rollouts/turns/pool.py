@@ -27,6 +27,8 @@ _START_SECONDS = 120.0
 """Seconds that a process gets to import the files."""
 _ANSWER_BYTES = 12 * LONGEST_RESULT + (1 << 16)
 """Maximum bytes of an answer: a character of a result has up to 12 in JSON."""
+_TASKS_BYTES = 1 << 30
+"""The same of the tasks of an agent."""
 _LONGEST_SENTENCE = 1000
 """Maximum characters of a sentence."""
 _LOOK_SECONDS = 0.2
@@ -106,7 +108,8 @@ class _ProcessSeat:
             raise CallFailed(on_one_line(str(problem), most=_LONGEST_SENTENCE))
         self._calls += 1
         message = {"call": self._calls, **request}
-        reply = self._process.exchange(message, Deadline(self._timeout), most_bytes=_ANSWER_BYTES)
+        most = _TASKS_BYTES if request["do"] == "tasks" else _ANSWER_BYTES
+        reply = self._process.exchange(message, Deadline(self._timeout), most_bytes=most)
         if not isinstance(reply, dict) or reply.get("call") != self._calls or not _is_answer(request["do"], reply):
             raise self._process.malformed(f"{described(reply)} that answers another question")
         return _without_problem(reply)
@@ -156,6 +159,8 @@ def _is_answer(do: str, reply: Mapping[str, Any]) -> bool:
         return True
     if do == "reset":
         return reply.get("observation") is None or isinstance(reply["observation"], str)
+    if do == "tasks":
+        return isinstance(reply.get("tasks"), list) and all(isinstance(one, dict) for one in reply["tasks"])
     if do == "run":
         metrics = reply.get("metrics")
         return (reply.get("reward") is None or is_number(reply["reward"])) and (

@@ -121,6 +121,8 @@ class RolloutOptions:
             returns them.
         overlap: Sample the next generation batch while this one is trained on, with the adapters from before it; only
             with rollout.server.
+        max_staleness: Most training steps by which the weights that sampled a token may be behind those that are
+            trained on it; older tokens are not trained on. null for any number.
         mismatch: Reaction where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"
             ends the run, both where their mean distance is above rollout.mismatch_bound; "correct" is
             objective.importance_correction token_truncate, on all steps.
@@ -167,6 +169,7 @@ class RolloutOptions:
     check_delivery: bool = option(True, IGNORED)
     router_replay: RouterReplay = option("auto", REPORTED)
     overlap: bool = option(False, REPORTED)
+    max_staleness: int | None = option(None, REPORTED)
     mismatch: Mismatch = option("warn", REPORTED)
     mismatch_bound: float = option(0.1, REPORTED)
 
@@ -188,6 +191,7 @@ class RolloutOptions:
         )
         require_positive("rollout.repetition_penalty", self.repetition_penalty, "use for example 1.1, or 1 for none")
         require_at_least("rollout.steps_per_generation", self.steps_per_generation, 1, "use for example 1")
+        require_at_least("rollout.max_staleness", self.max_staleness, 0, "use for example 4, or null for no limit")
         require_at_least("rollout.slots", self.slots, 1, "use for example 32")
         if self.overlong_buffer is not None:
             require(

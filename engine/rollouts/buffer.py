@@ -21,6 +21,7 @@ from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.rollouts.agents.metrics import metric_arrays, metrics_of
 from engine.rollouts.sampler import Sampled, Turns
+from engine.rollouts.weights import Weights
 
 _COUNTS = [field.name for field in fields(Turns)]
 FILE = "rollouts.safetensors"
@@ -41,6 +42,7 @@ class Buffer:
         num_steps: steps that take their own prompts.
         iterations: times that these steps are taken.
         lag: steps between the weights that sampled it and the first step on it.
+        weights: those that sampled its tokens.
         old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
             completion is trained on once, right after the trainer's own model sampled it.
         teacher_logps: float32 [K, tokens] of each completion, by each teacher; None without teachers.
@@ -58,6 +60,7 @@ class Buffer:
     num_steps: int
     iterations: int
     lag: int = 0
+    weights: tuple[Weights, ...] = ()
     old_logps: tuple[NDArray[np.float32], ...] | None = None
     teacher_logps: tuple[NDArray[np.float32], ...] | None = None
     routes_differ: float | None = None
@@ -98,6 +101,20 @@ class Buffer:
         first = step % self.num_steps * size
         return range(first, first + size)
 
+    def places(self, prompt: int) -> range:
+        """Returns the places of a prompt's completions."""
+        return range(prompt * self.group, (prompt + 1) * self.group)
+
+    def behind(self, completion: Sampled, taken: int) -> NDArray[np.int64]:
+        """Returns how many steps the weights that sampled each token are behind those that are trained; arbitrary for
+        tokens that were not sampled.
+
+        Args:
+            taken: steps that were trained from the buffer.
+        """
+        begin = max(one.version for one in self.weights) + self.lag
+        return begin + taken - completion.token_versions.astype(np.int64)
+
     def to_bytes(self) -> bytes:
         """Returns the buffer as the bytes of a safetensors file."""
         lengths = [len(one.tokens) for one in self.completions]
@@ -107,6 +124,10 @@ class Buffer:
             "tokens": np.concatenate([one.tokens for one in self.completions]),
             "sampled_logps": np.concatenate([one.logps for one in self.completions]),
             "truncated": np.array([one.truncated for one in self.completions], dtype=np.bool_),
+            "failed": np.array([one.failed for one in self.completions], dtype=np.bool_),
+            "versions": np.concatenate([one.token_versions for one in self.completions]),
+            "weights": np.array([one.version for one in self.weights], dtype=np.int32),
+            "digests": np.array([list(bytes.fromhex(one.digest)) for one in self.weights], dtype=np.uint8),
             **_turn_arrays(self.completions),
             **_route_arrays(self.completions),
             **metric_arrays(self.completions),
@@ -153,10 +174,19 @@ class Buffer:
                     truncated=bool(truncated),
                     routes=routes[place],
                     metrics=metrics[place],
+                    failed=bool(failed),
+                    versions=versions,
                     **turns.of_completion(place),
                 )
-                for place, (tokens, logps, truncated) in enumerate(
-                    zip(parts[0], parts[1], arrays["truncated"], strict=True)
+                for place, (tokens, logps, truncated, failed, versions) in enumerate(
+                    zip(
+                        parts[0],
+                        parts[1],
+                        arrays["truncated"],
+                        arrays["failed"],
+                        np.split(arrays["versions"], ends),
+                        strict=True,
+                    )
                 )
             )
             buffer = cls(
@@ -173,6 +203,10 @@ class Buffer:
                 num_steps=num_steps,
                 iterations=iterations,
                 lag=lag,
+                weights=tuple(
+                    Weights(version, digest.tobytes().hex())
+                    for version, digest in zip(arrays["weights"].tolist(), arrays["digests"], strict=True)
+                ),
             )
         except (SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
             raise UserError(f"{path} is no buffer of rollouts ({error}): use another checkpoint.") from error
@@ -196,7 +230,11 @@ class Buffer:
                 return f"{name} is {array.dtype} {list(array.shape)}"
         if not np.isfinite(self.advantages).all():
             return "advantages are not finite"
+        known = np.array([one.version for one in self.weights])
         for place, one in enumerate(self.completions):
+            versions = one.token_versions
+            if versions.dtype != np.int32 or not np.isin(versions[one.sampled_mask()], known).all():
+                return f"completion {place} has tokens of weights that are not named"
             logps = [one.logps, *(kept[place] for kept in (self.old_logps, self.reference_logps) if kept is not None)]
             if one.tokens.dtype != np.int32 or not one.tokens.size or one.tokens.ndim != 1:
                 return f"completion {place} has no tokens"

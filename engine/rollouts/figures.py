@@ -15,6 +15,7 @@ from engine.rollouts.agents.metrics import agent_figures
 from engine.rollouts.buffer import Buffer
 from engine.rollouts.rewards.pool import Sample
 from engine.rollouts.sampler import Sampled
+from engine.rollouts.weights import SHOWN_DIGITS
 
 OVERLONG = "overlong/penalty"
 """Metric name of the overlong penalty, which no function may use."""
@@ -51,7 +52,8 @@ def step_figures(
     |                                                | sampled tokens in those that are not trained on           |
     | agent/NAME                                     | a metric that the agent returned                          |
 
-    Lengths count the tokens that the model sampled.
+    Lengths count the tokens that the model sampled. Completions whose tools or environment failed have none, and do not
+    count as clipped.
 
     Means of no numbers, and deviations of fewer than two, are NaN.
 
@@ -85,16 +87,33 @@ def completion_figures(
     for name, column in zip(names, rewards_NF.T, strict=True):
         mean, deviation = _mean_and_deviation(column[~np.isnan(column)])
         figures |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": deviation}
-    truncated = np.array([one.truncated for one in completions])
-    lengths = np.array([one.num_sampled for one in completions])
-    ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
+    whole = [one for one in completions if not one.failed]
+    truncated = np.array([one.truncated for one in whole], dtype=np.bool_)
+    # of no completion but failed ones there is no length
+    lengths = np.array([one.num_sampled for one in whole] or [np.nan], dtype=np.float64)
+    ended = lengths[~truncated] if whole and not truncated.all() else np.zeros(1)
     for kind, some in (("length", lengths), ("terminated_length", ended)):
         for name, value in (("mean", some.mean()), ("min", some.min()), ("max", some.max())):
             figures[f"completions/{name}_{kind}"] = float(value)
     if names:
         figures["unscored"] = float(unscored.mean())
     figures |= _turn_figures(completions) | agent_figures(completions)
-    return figures | {"completions/clipped_ratio": float(truncated.mean())}
+    return figures | {"completions/clipped_ratio": float(truncated.mean()) if whole else float("nan")}
+
+
+def staleness(buffer: Buffer, prompts: range, taken: int, *, limit: int | None) -> dict[str, float]:
+    """Returns how many steps the weights that sampled a step's tokens are behind those that are trained, by name; with
+    a limit also the number of tokens above it, which are not trained on.
+
+    Args:
+        prompts: of the buffer, those of the step.
+        taken: steps that were trained from the buffer.
+        limit: rollout.max_staleness.
+    """
+    completions = buffer.completions[prompts.start * buffer.group : prompts.stop * buffer.group]
+    behind = np.concatenate([buffer.behind(one, taken)[one.sampled_mask()] for one in completions])
+    figures = {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
+    return figures if limit is None else figures | {"staleness/masked_tokens": float((behind > limit).sum())}
 
 
 def _turn_figures(completions: Sequence[Sampled]) -> dict[str, float]:
@@ -123,6 +142,7 @@ def format_completions(samples: Sequence[Sample], buffer: Buffer, names: Sequenc
         count: lines at most.
     """
     lines = []
+    weights = ", ".join(f"step {one.version} ({one.digest[:SHOWN_DIGITS]})" for one in buffer.weights)
     for place in range(0, len(samples), buffer.group)[:count]:
         sample, rewards = samples[place], buffer.rewards_NF[place]
         parts = [f"{name} {_shown(reward)}" for name, reward in zip(names, rewards, strict=True)]
@@ -131,7 +151,8 @@ def format_completions(samples: Sequence[Sample], buffer: Buffer, names: Sequenc
             parts.append("cut off")
         if names:
             parts.append(f"advantage {buffer.advantages[place]:+.2f}")
-        lines.append(f"{', '.join(parts) or 'completion'}: {quoted(prompt)} -> {quoted(completion)}")
+        parts.append(f"weights of {weights}")
+        lines.append(f"{', '.join(parts)}: {quoted(prompt)} -> {quoted(completion)}")
     return lines
 
 

@@ -24,6 +24,7 @@ def check_rollouts(config: RunConfig) -> None:
     _check_completions(config)
     _check_prompts(config)
     _check_server(config)
+    _check_staleness(config)
     _check_teachers(config)
     _check_programs(config)
     require(
@@ -165,6 +166,21 @@ def _check_prompts(config: RunConfig) -> None:
          "which evaluates rewards"),
     ):  # fmt: skip
         require(wanted, f"{given} and objective.name is {name}, {why}: remove it.")
+
+
+def _check_staleness(config: RunConfig) -> None:
+    """Refuses a limit that the last steps of each buffer exceed, so that they would train on nothing."""
+    rollout, iterations = config.rollout, config.objective.num_iterations
+    steps = rollout.steps_per_generation * iterations
+    oldest = (2 if rollout.overlap else 1) * steps - 1
+    ahead = " and rollout.overlap true" if rollout.overlap else ""
+    require(
+        rollout.max_staleness is None or oldest <= rollout.max_staleness,
+        f"rollout.max_staleness is {rollout.max_staleness}, and with rollout.steps_per_generation "
+        f"{rollout.steps_per_generation}, objective.num_iterations {iterations}{ahead} the last step on a generation "
+        f"batch is {oldest} behind the weights that sampled it, and would train on nothing: set rollout.max_staleness "
+        f"to {oldest} or more, or train fewer steps on a batch.",
+    )
 
 
 def _check_teachers(config: RunConfig) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.rollouts.data.prompts import Prompt
+from engine.rollouts.weights import Weights
+
+UNSAMPLED = -1
+"""The version of tokens that no weights sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +68,9 @@ class Sampled:
         routes: uint8 or int16 [prompt and completion, layers with a router, experts of a token], the experts that a
             server chose for each token; the largest number of the dtype where none are known. None for none.
         metrics: numbers that its agent returned, by their names.
+        failed: whether its tools or its environment failed, so that nothing is learned from it.
+        versions: int32, the training steps of the weights that sampled each token, -1 of those that were not sampled;
+            None where all are of the same weights, until the buffer is made.
     """
 
     tokens: NDArray[np.int32]
@@ -75,6 +82,21 @@ class Sampled:
     dialogue: Dialogue | None = None
     routes: NDArray[Any] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    failed: bool = False
+    versions: NDArray[np.int32] | None = None
+
+    @property
+    def token_versions(self) -> NDArray[np.int32]:
+        """The version of each token, where they are known."""
+        assert self.versions is not None
+        return self.versions
+
+    def sampled_by(self, version: int) -> Sampled:
+        """Returns the same with a version for each token, where it has none."""
+        if self.versions is not None:
+            return self
+        versions = np.where(self.sampled_mask(), np.int32(version), np.int32(UNSAMPLED))
+        return replace(self, versions=versions)
 
     def sampled_mask(self) -> NDArray[np.bool_]:
         """Returns bool, the tokens that the model sampled."""
@@ -188,14 +210,13 @@ class Sampler(Protocol):
         ...
 
     @property
-    def ahead(self) -> int | None:
-        """The training steps of the adapter that is already sampling the next generation batch; None where none is
-        being sampled."""
+    def ahead(self) -> Weights | None:
+        """The adapter that is already sampling the next generation batch; None where none is being sampled."""
         ...
 
-    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
-        """Returns the completions of a generation batch, those of its first prompt first, and the number of training
-        steps of the weights that sampled them.
+    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], Weights]:
+        """Returns the completions of a generation batch, those of its first prompt first, and the weights that sampled
+        them.
 
         Args:
             prompts: of the batch.

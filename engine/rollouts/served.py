@@ -39,6 +39,7 @@ from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
 from engine.rollouts.servers.server import HOW_TO_ROUTE, Asked, Shown
 from engine.rollouts.servers.several import CompletionServers
 from engine.rollouts.turns.served_turns import ask_for_turns
+from engine.rollouts.weights import SHOWN_DIGITS, Weights, adapter_digest
 from engine.runtime.launch import Launch
 from engine.runtime.secrets import secret
 from engine.training.build import Training
@@ -55,12 +56,12 @@ class Begun(NamedTuple):
 
     Args:
         generation: its number in the run.
-        step: steps that the adapter had been trained for.
+        weights: the adapter.
         asked: on rank 0.
     """
 
     generation: int
-    step: int
+    weights: Weights
     asked: Asked[Answer] | Asked[Sampled] | None
 
 
@@ -80,10 +81,10 @@ class Drawing(NamedTuple):
 class _InThread:
     """A call that runs in its own thread."""
 
-    outcome: Future[None]
+    outcome: Future[str]
 
     @classmethod
-    def begin(cls, call: Callable[[], None]) -> _InThread:
+    def begin(cls, call: Callable[[], str]) -> _InThread:
         pool = ThreadPoolExecutor(1, thread_name_prefix="served-adapter")
         outcome = pool.submit(call)
         pool.shutdown(wait=False)
@@ -94,8 +95,8 @@ class _InThread:
             self.outcome.exception(seconds)
         return self.outcome.done()
 
-    def result(self) -> None:
-        self.outcome.result()
+    def result(self) -> str:
+        return self.outcome.result()
 
 
 def check_server(
@@ -274,8 +275,8 @@ class ServedSampler:
         if launch.rank == 0:
             self._server = self._servers(rollout)
         self._check = DeliveryCheck(config, training, prompts, self._server, say)
-        self._loaded: tuple[int, Path] | None = None
-        """The adapter that the server has: steps that it was trained for, and its folder."""
+        self._loaded: tuple[Weights, Path] | None = None
+        """The adapter that the server has, and its folder."""
         self._begun: Begun | None = None
 
     @property
@@ -283,10 +284,10 @@ class ServedSampler:
         return self._check.share
 
     @property
-    def ahead(self) -> int | None:
-        return None if self._begun is None else self._begun.step
+    def ahead(self) -> Weights | None:
+        return None if self._begun is None else self._begun.weights
 
-    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
+    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], Weights]:
         if self._begun is None:
             self.begin(prompts, generation=generation, step=step)
         begun, self._begun = self._begun, None
@@ -294,12 +295,12 @@ class ServedSampler:
         answers: list[Answer | Sampled] = broadcast_result(begun.asked, self._config)
         for note in () if self._talk is None else self._talk.notes():
             self._say(note)
-        return [one if isinstance(one, Sampled) else self._sampled(one) for one in answers], begun.step
+        return [one if isinstance(one, Sampled) else self._sampled(one) for one in answers], begun.weights
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
         """Begins to sample a generation batch with the current adapters; see `take`."""
         self._deliver(step)
-        self._ask(prompts, generation=generation, step=step)
+        self._ask(prompts, generation=generation)
 
     def evaluate(self, prompts: Sequence[Prompt], drawing: Drawing, *, generation: int, step: int) -> list[Sampled]:
         """Samples completions with the current adapters beside those that are trained on, and waits for them.
@@ -313,12 +314,12 @@ class ServedSampler:
         Raises:
             UserError: the server failed; on all ranks.
         """
-        name, beside = self._name(step), self._begun is not None and not self._has(step)
+        beside = self._begun is not None and not self._has(step)
         if beside:  # the batch under way is sampled by the adapter before
             name = f"{self._start}evaluation{step}"
             self._publish_beside(name)
         else:
-            self._deliver(step)
+            name = self._deliver(step)
         answers: list[Answer | Sampled] = broadcast_result(
             self._asked(prompts, drawing, name=name, generation=generation), self._config
         )
@@ -327,13 +328,14 @@ class ServedSampler:
         return [one if isinstance(one, Sampled) else self._sampled(one) for one in answers]
 
     def _has(self, step: int) -> bool:
-        return self._loaded is not None and self._loaded[0] == step
+        return self._loaded is not None and self._loaded[0].version == step
 
-    def _deliver(self, step: int) -> None:
-        """Has the server load the current adapters, unless it has them. Collective."""
+    def _deliver(self, step: int) -> str:
+        """Has the server load the current adapters, unless it has them; returns their name. Collective."""
         if not self._has(step):
-            self._publish(step, self._writer())
-            self._check.check(self._name(step), step)
+            self._check.check(self._name(self._publish(step, self._writer())), step)
+        assert self._loaded is not None
+        return self._name(self._loaded[0])
 
     def _writer(self) -> Callable[[Path], Any]:
         """Returns a function that writes the current adapters into a folder. Collective."""
@@ -344,10 +346,11 @@ class ServedSampler:
         """Has the server load the current adapters, and keep those it has. Collective."""
         folder, server, write = self._parent / name, self._server, self._writer()
 
-        def publish() -> None:
+        def publish() -> str:
             assert server is not None
             write(folder)
             server.load(name, str(folder))
+            return name
 
         broadcast_result(None if server is None else _InThread.begin(publish), self._config)
 
@@ -355,10 +358,11 @@ class ServedSampler:
         """Has the server unload what `_publish_beside` had it load. Collective."""
         folder, server = self._parent / name, self._server
 
-        def withdraw() -> None:
+        def withdraw() -> str:
             assert server is not None
             server.unload(name)
             shutil.rmtree(folder, ignore_errors=True)
+            return name
 
         broadcast_result(None if server is None else _InThread.begin(withdraw), self._config)
 
@@ -373,7 +377,7 @@ class ServedSampler:
 
         self._publish(step, write)
         self._check.forget()
-        self._ask(prompts, generation=generation, step=step)
+        self._ask(prompts, generation=generation)
 
     def files(self) -> Mapping[str, bytes]:
         if self._server is None or self._loaded is None:
@@ -409,19 +413,21 @@ class ServedSampler:
         vocabulary = self._training.source.model.decoder.vocab_size
         return CompletionServers(rollout, vocabulary=vocabulary, key=secret(KEY_VARIABLE))
 
-    def _name(self, step: int) -> str:
-        return f"{self._start}step{step}"
+    def _name(self, weights: Weights) -> str:
+        """Returns an adapter's name on the servers, which each request has, and each answer that names its model."""
+        return f"{self._start}step{weights.version}-{weights.digest[:SHOWN_DIGITS]}"
 
-    def _publish(self, step: int, write: Callable[[Path], Any]) -> None:
+    def _publish(self, step: int, write: Callable[[Path], Any]) -> Weights:
         """Has the server load an adapter, and unload the previous one.
 
         Args:
+            step: steps that it was trained for.
             write: puts it into a folder, on rank 0.
         """
-        folder, before = self._parent / self._name(step), self._loaded
+        folder, before = self._parent / f"{self._start}step{step}", self._loaded
         server = self._server
 
-        def publish() -> None:
+        def publish() -> str:
             assert server is not None
             if before is None:
                 server.unload_all(self._prefix)
@@ -429,13 +435,18 @@ class ServedSampler:
             with writing(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
             write(folder)
-            server.load(self._name(step), str(folder))
+            with reading(folder, "leave the adapters of a running run where they are"):
+                digest = adapter_digest(folder)
+            server.load(self._name(Weights(step, digest)), str(folder))
             if before is not None:
                 server.unload(self._name(before[0]))
                 shutil.rmtree(before[1], ignore_errors=True)
+            return digest
 
-        broadcast_result(None if server is None else _InThread.begin(publish), self._config)
-        self._loaded = step, folder
+        digest = broadcast_result(None if server is None else _InThread.begin(publish), self._config)
+        weights = Weights(step, digest)
+        self._loaded = weights, folder
+        return weights
 
     def _clear(self) -> None:
         """Deletes the adapters, also those left behind by an earlier start of the run."""
@@ -443,9 +454,11 @@ class ServedSampler:
             for folder in self._parent.glob(pattern):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _ask(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
-        asked = self._asked(prompts, self._drawing, name=self._name(step), generation=generation)
-        self._begun = Begun(generation, step, asked)
+    def _ask(self, prompts: Sequence[Prompt], *, generation: int) -> None:
+        assert self._loaded is not None
+        weights = self._loaded[0]
+        asked = self._asked(prompts, self._drawing, name=self._name(weights), generation=generation)
+        self._begun = Begun(generation, weights, asked)
 
     def _asked(
         self, prompts: Sequence[Prompt], drawing: Drawing, *, name: str, generation: int

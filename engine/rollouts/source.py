@@ -6,7 +6,6 @@ documents in ordinary rows, so that every layout trains on them as on any other.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
-from engine.config.hub import recorded
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
@@ -33,7 +31,8 @@ from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
 from engine.rollouts.data.routes import DifferingRoutes, RouteColumns, RouteShape, routes_fit
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.evaluation import CompletionValidation, evaluation_sampler
-from engine.rollouts.figures import OVERLONG, SHOWN, format_completions, mismatch, step_figures
+from engine.rollouts.figures import OVERLONG, SHOWN, format_completions, mismatch, staleness, step_figures
+from engine.rollouts.learned import Learned
 from engine.rollouts.moving_reference import MovingReference
 from engine.rollouts.objective.advantages import (
     Advantages,
@@ -43,6 +42,7 @@ from engine.rollouts.objective.advantages import (
     total_rewards,
 )
 from engine.rollouts.objective.policy import row_weight
+from engine.rollouts.resuming import buffer_options, is_state, require_unchanged
 from engine.rollouts.rewards.pool import Sample
 from engine.rollouts.sampler import Sampled, Sampler
 from engine.rollouts.scorer import Scorer, samples_of
@@ -52,6 +52,7 @@ from engine.rollouts.teachers.teachers import Teachers
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
 from engine.rollouts.turns.tools import Tools
+from engine.rollouts.weights import Ledger
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
@@ -131,6 +132,7 @@ class RolloutSource:
         moves = config.objective.reference_sync_steps is not None
         self._reference = MovingReference(config, training) if moves else None
         self._open: OpenBuffer | None = None
+        self._ledger = Ledger()
         self._generation, self._prompts_answered = 0, 0
         """The number of the next buffer, and the prompts that earlier ones have taken."""
         self.num_micro_batches, self.stalled = loader.num_micro_batches, 0.0
@@ -173,7 +175,7 @@ class RolloutSource:
         values: dict[str, Any] = {"generation": self._generation, "prompts": self._prompts_answered}
         files: dict[str, bytes] = {}
         if (ahead := self._sampler.ahead) is not None:
-            values["begun_at"] = ahead
+            values["begun_at"] = ahead.version
             files |= self._sampler.files()
         if self._open is not None and not self._open.is_used_up(consumed):
             buffer = self._open.buffer
@@ -185,6 +187,7 @@ class RolloutSource:
                 "options": self._buffer_options(),
             }
             files[FILE] = buffer.to_bytes()
+        values["weights"] = self._ledger.state()
         return SourceState({"rollout": values}, files)
 
     def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
@@ -194,14 +197,15 @@ class RolloutSource:
                 f"{checkpoint.folder} is of a run that did not sample its completions: start a new run from its "
                 "adapter with lora.init_from, or from its merged model."
             )
-        if not _is_state(values):
+        if not is_state(values):
             raise UserError(f"{checkpoint.folder} is damaged: training.state.rollout is no state of rollouts.")
         self._generation, self._prompts_answered = values["generation"], values["prompts"]
+        self._ledger = Ledger.from_state(values["weights"])
         if "begun_at" in values:
             self._begin_again(checkpoint, values["begun_at"])
         if "taken" not in values:
             return
-        self._require_unchanged(checkpoint, values["options"])
+        require_unchanged(checkpoint, values["options"], self._buffer_options(), data=self._loader.fingerprint())
         buffer = Buffer.from_bytes(
             checkpoint.beside(FILE),
             checkpoint.folder / FILE,
@@ -211,6 +215,7 @@ class RolloutSource:
             lag=values.get("lag", 0),
         )
         self._require_fits(buffer, checkpoint.folder / FILE)
+        self._ledger.require(buffer.weights, str(checkpoint.folder / FILE))
         batch = self._config.train.global_batch_size
         self._open = OpenBuffer(buffer, consumed - values["taken"] * batch, batch)
 
@@ -263,43 +268,11 @@ class RolloutSource:
         self._say(f"{what}{checkpoint.folder} was saved: it is sampled again, by the same adapter")
         prompts = self._next_prompts()[1]
         self._sampler.begin_again(prompts, checkpoint.beside, generation=self._generation, step=step)
+        if (again := self._sampler.ahead) is not None:
+            self._ledger.require([again], f"the adapter in {checkpoint.folder}")
 
     def _buffer_options(self) -> dict[str, Any]:
-        """Returns the options that must be the same when a buffer is made and read, as JSON values by their names."""
-        config = self._config
-        return {
-            "rollout.rewards": [[source.name, source.weight] for source in config.rollout.reward_sources],
-            "rollout.overlong_buffer": config.rollout.overlong_buffer,
-            "distillation.teachers": [recorded(teacher) for teacher in config.distillation.teachers],
-            "the content of distillation.teachers": [] if self._teachers is None else self._teachers.identities,
-            "distillation.weights": list(config.distillation.factors),
-            "distillation.discount": config.distillation.discount,
-            "distillation.whole": config.distillation.whole,
-            "rollout.num_generations": config.rollout.num_generations,
-            "rollout.temperature": config.rollout.temperature,
-            "objective.reference_sync_steps": config.objective.reference_sync_steps,
-            "train.global_batch_size": config.train.global_batch_size,
-            "data.seq_length": config.data.seq_length,
-        }
-
-    def _require_unchanged(self, checkpoint: TrainingCheckpoint, saved: dict[str, Any]) -> None:
-        """Refuses to continue inside a buffer whose completions, rewards or rows would be mistaken for others.
-
-        Raises:
-            UserError: an option or the prompts have changed.
-        """
-        advice = "or resume from a checkpoint between two buffers"
-        for name, now in self._buffer_options().items():
-            if name in saved and saved[name] != now:
-                raise UserError(
-                    f"{checkpoint.folder} lies inside a buffer of completions that was made with {name} "
-                    f"{json.dumps(saved[name])}, and {name} is {json.dumps(now)} now: give the old value, {advice}."
-                )
-        if checkpoint.state["data"] != self._loader.fingerprint():
-            raise UserError(
-                f"{checkpoint.folder} lies inside a buffer of completions of other prompts than data.train has now: "
-                f"give the data that the buffer was made with, {advice}."
-            )
+        return buffer_options(self._config, [] if self._teachers is None else self._teachers.identities)
 
     # filling
 
@@ -317,7 +290,7 @@ class RolloutSource:
         begin = time.monotonic()
         numbers, prompts = self._next_prompts()
         generation = self._generation
-        completions, sampled_at = self._sampler.take(prompts, generation=generation, step=step)
+        completions, weights = self._sampler.take(prompts, generation=generation, step=step)
         self._generation, self._prompts_answered = generation + 1, self._prompts_answered + len(prompts)
         self._begin_next(step, last)
         if (note := branch_note(completions)) is not None:
@@ -333,14 +306,16 @@ class RolloutSource:
         buffer = Buffer(
             generation=generation,
             prompts=numbers,
-            completions=tuple(replace(one, dialogue=None) for one in completions),
+            completions=tuple(replace(one, dialogue=None).sampled_by(weights.version) for one in completions),
             rewards_NF=rewards_NF,
             advantages=found.of_completions,
             uniform=~found.varies,
             num_steps=config.rollout.steps_per_generation,
             iterations=config.objective.num_iterations,
-            lag=step - sampled_at,
+            lag=step - weights.version,
+            weights=(weights,),
         )
+        self._ledger.keep(weights, self._sampler.ahead)
         self.work_seconds[REWARD] += time.monotonic() - sampled
         self._show(step, samples, buffer)
         if buffer.total_steps > 1 or self._sampler.elsewhere:
@@ -449,11 +424,13 @@ class RolloutSource:
         """
         prompts = buffer.step_prompts(taken)
         trained = self._trained(buffer, prompts)
-        dataset = self._dataset(buffer, trained)
+        dataset = self._dataset(buffer, trained, taken=taken)
         loader = self._row_loader(dataset)
         weights = [source.weight for source in self._config.rollout.reward_sources]
         figures = step_figures(buffer, prompts, self._names(), weights, dropped=len(prompts) - len(trained))
         figures["off_policy_steps"] = float(buffer.lag + taken)
+        self._ledger.require(buffer.weights, "the buffer")
+        figures |= staleness(buffer, prompts, taken, limit=self._config.rollout.max_staleness)
         if buffer.teacher_logps is not None:
             figures |= self._divergences(buffer, prompts)
         if self._sampler.elsewhere:
@@ -470,20 +447,23 @@ class RolloutSource:
             rows=len(dataset),
             tokens=int(dataset.row_lengths.sum()),
             figures=figures,
-            has_signal=any(self._teaches(buffer, prompt) for prompt in prompts),
+            has_signal=any(self._teaches(buffer, prompt, taken) for prompt in prompts),
             is_followed_by_work=taken + 1 == buffer.total_steps,
         )
 
     def _divergences(self, buffer: Buffer, prompts: range) -> dict[str, float]:
         """Returns an estimate of the divergence from each teacher over the completions of a step, by name."""
         assert buffer.teacher_logps is not None
-        places = range(prompts.start * buffer.group, prompts.stop * buffer.group)
+        learned = self._learned(buffer, 0).completions
+        places = [place for prompt in prompts for place in buffer.places(prompt) if learned[place]]
+        names = self._config.distillation.names
+        if not places:
+            return {f"teachers/{name}/kl": float("nan") for name in names}
         sampled = [buffer.completions[place].sampled_mask() for place in places]
         found = divergences(
             [buffer.teacher_logps[place][:, mask] for place, mask in zip(places, sampled, strict=True)],
             [buffer.own_logps[place][mask] for place, mask in zip(places, sampled, strict=True)],
         )
-        names = self._config.distillation.names
         return {f"teachers/{name}/kl": float(one) for name, one in zip(names, found, strict=True)}
 
     def _trained(self, buffer: Buffer, prompts: range) -> list[int]:
@@ -492,48 +472,62 @@ class RolloutSource:
             return [*prompts]
         return [prompt for prompt in prompts if not buffer.uniform[prompt]] or [prompts.start]
 
-    def _teaches(self, buffer: Buffer, prompt: int) -> bool:
+    def _teaches(self, buffer: Buffer, prompt: int, taken: int) -> bool:
         """Returns whether any completion of a prompt of the buffer has a gradient."""
-        members = buffer.completions[prompt * buffer.group : (prompt + 1) * buffer.group]
         told = self._teachers is not None or not buffer.uniform[prompt]
-        return told and any(self._is_trained(one) for one in members)
+        learned = self._learned(buffer, taken)
+        members = [place for place in buffer.places(prompt) if learned.completions[place]]
+        return told and any(self._is_trained(buffer.completions[place]) for place in members)
+
+    def _learned(self, buffer: Buffer, taken: int) -> Learned:
+        rollout = self._config.rollout
+        return Learned.of(buffer, taken, num_rewards=len(rollout.rewards), limit=rollout.max_staleness)
 
     def _is_trained(self, completion: Sampled) -> bool:
         return not (completion.truncated and self._config.objective.mask_truncated)
 
     def _dataset(
-        self, buffer: Buffer, prompts: Sequence[int], *, masks: bool = True, routes: bool = True
+        self,
+        buffer: Buffer,
+        prompts: Sequence[int],
+        *,
+        masks: bool = True,
+        taken: int = 0,
+        routes: bool = True,
     ) -> TokenDataset:
-        """Returns the completions of some prompts of a buffer as rows.
+        """Returns the completions of some prompts of a buffer as rows, those alone that are learned from; without a
+        target the first of them, where there is no other.
 
         Args:
-            masks: whether completions that are not trained on have no targets.
+            masks: False for all completions, with all their tokens that were sampled as targets.
+            taken: steps that were trained from the buffer.
             routes: whether routers are given the experts that the server chose, where these are known.
         """
-        config = self._config
+        config, learned = self._config, self._learned(buffer, taken)
         documents, given = [], []
         kept = {"old_logps": buffer.old_logps, "reference_logps": buffer.reference_logps}
         known: dict[str, list[NDArray[np.float32]]] = {name: [] for name in kept}
-        for prompt in prompts:
-            for place in range(prompt * buffer.group, (prompt + 1) * buffer.group):
-                one = buffer.completions[place]
-                ids = self._prompt_ids(buffer, place)
-                documents.append(
-                    Completion(
-                        prompt=ids,
-                        tokens=one.tokens.tolist(),
-                        sampled_logps=one.logps.tolist(),
-                        advantage=float(buffer.advantages[place]),
-                        token_advantages=self._token_advantages(buffer, place),
-                        written=None if one.written is None else one.written.tolist(),
-                        trained=self._is_trained(one) or not masks,
-                    )
+        every = [place for prompt in prompts for place in buffer.places(prompt)]
+        for place in [place for place in every if not masks or learned.completions[place]] or every[:1]:
+            one = buffer.completions[place]
+            ids = self._prompt_ids(buffer, place)
+            left_out = learned.left_out(place) if masks else one.written
+            documents.append(
+                Completion(
+                    prompt=ids,
+                    tokens=one.tokens.tolist(),
+                    sampled_logps=one.logps.tolist(),
+                    advantage=float(buffer.advantages[place]),
+                    token_advantages=self._token_advantages(buffer, place),
+                    written=None if left_out is None else left_out.tolist(),
+                    trained=(self._is_trained(one) and bool(learned.completions[place])) or not masks,
                 )
-                if routes and one.routes is not None:
-                    given.append(one.routes)
-                for name, logps in kept.items():
-                    if logps is not None:
-                        known[name] += [np.zeros(len(ids), dtype=np.float32), logps[place]]
+            )
+            if routes and one.routes is not None:
+                given.append(one.routes)
+            for name, logps in kept.items():
+                if logps is not None:
+                    known[name] += [np.zeros(len(ids), dtype=np.float32), logps[place]]
         dataset = TokenDataset(
             completion_columns(documents, row_weight(config.objective.loss_type)),
             seq_length=config.data.seq_length,
@@ -580,19 +574,3 @@ class RolloutSource:
 def _count(buffer: Buffer) -> int:
     """Returns the number of teachers of a buffer."""
     return 0 if buffer.teacher_logps is None else len(buffer.teacher_logps[0])
-
-
-def _is_state(values: Any) -> bool:
-    """Returns whether `values` is the state of a source, between two buffers or inside one."""
-    if not isinstance(values, dict):
-        return False
-    numbers = {name: value for name, value in values.items() if name != "options"}
-    if not all(type(value) is int and value >= 0 for value in numbers.values()):
-        return False
-    names = numbers.keys() - {"begun_at", "lag"}
-    if names == {"generation", "prompts"}:
-        return "options" not in values
-    if names != {"generation", "prompts", "taken", "num_steps", "iterations"}:
-        return False
-    inside = numbers["generation"] >= 1 and 1 <= numbers["taken"] < numbers["num_steps"] * numbers["iterations"]
-    return inside and isinstance(values.get("options"), dict)

@@ -24,6 +24,7 @@ from engine.rollouts.cache_size import cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import ConversationParts, Sampled
 from engine.rollouts.turns.feed import TurnFeed, leads
+from engine.rollouts.weights import Weights, trained_digest
 from engine.training.build import Training
 
 _ROW_BITS = 32
@@ -43,7 +44,7 @@ class TrainedSampler:
 
     elsewhere = False
     delivery: float | None = None
-    ahead: int | None = None
+    ahead: Weights | None = None
 
     def __init__(
         self,
@@ -81,14 +82,14 @@ class TrainedSampler:
         self.notes: tuple[str, ...] = ()
         """What the passes do without, of the last rollout; see `engine.inference.model_part.InferenceStage`."""
 
-    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
-        known = self.notes
+    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], Weights]:
+        known, weights = self.notes, Weights(step, trained_digest(self._training))
         completions = self.sample(prompts, generation=generation)
         for note in self.notes[len(known) :]:
             self._say(f"rollouts: {note}")
         for note in () if self._talk is None else self._talk.notes():
             self._say(note)
-        return completions, step
+        return completions, weights
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
         """Does nothing: the devices are training."""

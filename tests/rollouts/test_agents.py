@@ -21,6 +21,7 @@ from engine.rollouts.sampler import Sampled
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
+from engine.rollouts.weights import Weights
 from engine.training.prepared_run import PreparedRun
 from tests.support.agent_runs import agent_settings
 from tests.support.rollout_runs import prepared
@@ -147,10 +148,11 @@ def test_a_failure_costs_its_completion_alone(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_buffer_of_agents_is_the_same_after_it_was_saved(run: PreparedRun) -> None:
     prompts = prompts_of(run, 2)
-    completions = sampled(run, prompts)
+    completions = [one.sampled_by(3) for one in sampled(run, prompts)]
     buffer = Buffer(
         generation=0, prompts=np.arange(2), completions=tuple(completions), rewards_NF=np.zeros((8, 1)),
         advantages=np.zeros(8, dtype=np.float32), uniform=np.zeros(2, dtype=np.bool_), num_steps=2, iterations=1,
+        weights=(Weights(3, "00ff" * 8),),
     )  # fmt: skip
     read = Buffer.from_bytes(buffer.to_bytes(), Path("b"), generation=0, num_steps=2, iterations=1)
     for one, other in zip(completions, read.completions, strict=True):

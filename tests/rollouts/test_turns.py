@@ -20,6 +20,7 @@ from engine.rollouts.sampler import Sampled
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
+from engine.rollouts.weights import Weights
 from engine.training.prepared_run import PreparedRun
 from tests.support.rollout_runs import prepared
 from tests.support.tool_runs import ENDS, tool_settings
@@ -136,19 +137,22 @@ def test_turns_end_at_their_limit(run: PreparedRun) -> None:
 def test_a_buffer_with_turns_is_the_same_after_it_was_saved(run: PreparedRun) -> None:
     assert isinstance(run.source, RolloutSource)
     prompts = prompts_of(run, 2)
-    completions = sampled(run, prompts)
+    completions = [one.sampled_by(place % 2) for place, one in enumerate(sampled(run, prompts))]
+    completions[0] = replace(completions[0], failed=True)
     assert {one.prompt is None for one in completions} == {True, False}
+    weights = (Weights(0, "00ff" * 8), Weights(1, "12ab" * 8))
     buffer = Buffer(
         generation=0, prompts=np.arange(2), completions=tuple(completions), rewards_NF=np.zeros((8, 1)),
         advantages=np.zeros(8, dtype=np.float32), uniform=np.zeros(2, dtype=np.bool_), num_steps=2, iterations=1,
+        weights=weights,
     )  # fmt: skip
     read = Buffer.from_bytes(buffer.to_bytes(), Path("b"), generation=0, num_steps=2, iterations=1)
     for one, other in zip(completions, read.completions, strict=True):
-        for name in ("tokens", "logps", "written", "prompt"):
+        for name in ("tokens", "logps", "written", "prompt", "versions"):
             mine, theirs = getattr(one, name), getattr(other, name)
             assert (mine is None and theirs is None) or (mine.dtype == theirs.dtype and np.array_equal(mine, theirs))
-        assert (one.turns, one.truncated) == (other.turns, other.truncated)
-    assert read.to_bytes() == buffer.to_bytes()
+        assert (one.turns, one.truncated, one.failed) == (other.turns, other.truncated, other.failed)
+    assert read.weights == weights and read.to_bytes() == buffer.to_bytes()
 
 
 FAULTY = '''

@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import UserError
 from engine.rollouts.buffer import FILE
-from engine.rollouts.source import _is_state
+from engine.rollouts.resuming import is_state
 from tests.support.rollout_runs import final_state, records, rollout_settings, run_here, texts
 
 TIMES = {
@@ -154,8 +154,9 @@ def test_a_buffer_is_not_resumed_with_other_prompts_or_options(tmp_path: Path) -
 )
 def test_a_state_of_no_buffer(change: dict[str, object]) -> None:
     whole = {"generation": 1, "prompts": 8, "taken": 1, "num_steps": 2, "iterations": 1, "options": {}}
-    assert _is_state(whole) and _is_state({"generation": 0, "prompts": 0})
-    assert not _is_state({name: value for name, value in (whole | change).items() if value is not None})
+    whole["weights"] = {"0": "ab"}
+    assert is_state(whole) and is_state({"generation": 0, "prompts": 0, "weights": {}})
+    assert not is_state({name: value for name, value in (whole | change).items() if value is not None})
 
 
 def test_groups_without_variance_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from engine.errors import UserError
 from engine.rollouts.buffer import FILE
+from engine.rollouts.resuming import is_state
 from engine.rollouts.served import completion_seed
 from engine.rollouts.served_adapter import FILES
-from engine.rollouts.source import RolloutSource, _is_state
+from engine.rollouts.source import RolloutSource
 from engine.runtime.secrets import take_secret
 from engine.training.step import TrainStep
 from tests.support.completion_stand_in import StandIn
@@ -50,7 +51,8 @@ def settings(folder: Path, server: StandIn, **changes: object) -> dict[str, obje
 
 def steps_of_adapters(server: StandIn) -> list[int]:
     """The step of the adapter that each completion was asked of."""
-    return [int(str(server.adapter_of(one.body)).rpartition("step")[2]) for one in server.asked]
+    names = [str(server.adapter_of(one.body)).rpartition("step")[2] for one in server.asked]
+    return [int(name.partition("-")[0]) for name in names]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -365,5 +367,8 @@ def test_a_server_that_goes_ends_the_run(server: StandIn, tmp_path: Path, monkey
 
 def test_states_with_a_batch_under_way() -> None:
     inside = {"generation": 1, "prompts": 8, "taken": 1, "num_steps": 2, "iterations": 1, "options": {}, "lag": 2}
-    assert _is_state(inside | {"begun_at": 0}) and _is_state({"generation": 1, "prompts": 8, "begun_at": 4})
-    assert not _is_state(inside | {"begun_at": "4"}) and not _is_state(inside | {"lag": -1})
+    inside["weights"] = {"3": "ab"}
+    between = {"generation": 1, "prompts": 8, "begun_at": 4, "weights": {}}
+    assert is_state(inside | {"begun_at": 0}) and is_state(between)
+    assert not any(is_state(between | {"weights": one}) for one in (None, {"3": 4}, {"three": "ab"}))
+    assert not is_state(inside | {"begun_at": "4"}) and not is_state(inside | {"lag": -1})

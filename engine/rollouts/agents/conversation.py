@@ -232,6 +232,7 @@ class AgentConversation:
                 truncated=self._stub[0][-1] not in talk.ends,
                 turns=Turns(branches=1),
                 dialogue=Dialogue(prompt=messages, messages=[], failure=self._failure),
+                failed=True,
             )
         best = ends[0]
         return Sampled(
@@ -249,6 +250,7 @@ class AgentConversation:
             dialogue=Dialogue(
                 prompt=list(best.given), messages=list(best.messages), reward=self._reward, failure=self._failure
             ),
+            failed=self._failure is not None,
             metrics=self._metrics,
             routes=None if best.routes is None else with_unknown(best.routes, len(best.ids)),
         )

@@ -192,6 +192,7 @@ class Conversation:
             turns=Turns(turns=self._turns, calls=self._calls, failed_calls=self._failed_calls),
             routes=None if self._routes is None else with_unknown(self._routes, len(self._ids) + len(self._tokens)),
             dialogue=Dialogue(prompt=self._given, messages=self._messages, reward=self._reward, failure=self._failure),
+            failed=self._failure is not None,
         )
 
     def _append(self, tokens: Sequence[int], logps: Sequence[float], *, written: bool) -> None:

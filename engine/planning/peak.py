@@ -15,6 +15,7 @@ from itertools import chain
 
 from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
+from engine.ops.head_loss import BLOCK_BYTES
 from engine.optim.host_state import NUM_STATES, device_bytes
 from engine.optim.publish import PREFETCHED
 from engine.optim.reduce import MAX_IN_FLIGHT, SQUARED_AT_ONCE
@@ -26,6 +27,7 @@ from engine.planning.ledger import (
     DECODED,
     GRADIENTS,
     JUDGES,
+    LOGITS,
     MASTERS,
     OPTIMIZER,
     TEMPORARY,
@@ -232,6 +234,8 @@ class _Rank:
             parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
             parts[OPTIMIZER] = device_bytes(self._largest_span())
         parts[WEIGHTS] += sum(map(self._companion, self._workload.companions))
+        if self._workload.block_losses and any(stage.head for stage in self._stages.values()):
+            parts[LOGITS] = self._distributions()
         samples = self._workload.samples
         if samples is not None and samples.neighbour is not None:
             parts[JUDGES] = samples.neighbour.on_rank(self._layout, self._rank)
@@ -247,6 +251,16 @@ class _Rank:
         """Further copies of the masters: 1 where a reference moves."""
         samples = self._workload.samples
         return int(samples is not None and samples.moves_reference)
+
+    def _distributions(self) -> int:
+        """Counts what the loss of whole distributions has in blocks, and the outputs of teachers that it keeps."""
+        workload, parallel = self._workload, self._layout.parallel
+        tokens = workload.micro_batch * workload.seq_length // parallel.context
+        block = min(BLOCK_BYTES, WIDE * tokens * -(-workload.decoder.vocab_size // parallel.tensor))
+        held = tokens // (parallel.tensor if parallel.sequence_parallel else 1)
+        widths = sum(one.decoder.hidden for one in workload.companions) if workload.keeps_outputs else 0
+        kept = held * widths * workload.dtype.itemsize * workload.num_microbatches(self._layout)
+        return workload.block_losses * block + kept
 
     def _flat(self) -> Counter[str]:
         """Returns the bytes of a flat fp32 buffer over trained parameters, by the axis that gradients are summed

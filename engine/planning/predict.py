@@ -47,6 +47,8 @@ def workload_of(
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")
+    distils = objective.name == "distillation" or config.distillation.whole
+    whole = bool(config.distillation.teachers)
     return Workload(
         decoder=decoder,
         plan=plan,
@@ -71,8 +73,16 @@ def workload_of(
         companions=_companions(config),
         base_teachers=0 if objective.kind.companions is None else config.distillation.teachers.count(BASE),
         teaches_each_step=config.distillation.whole,
+        block_losses=0 if not distils else _WHOLE_BLOCKS if whole else _STORED_BLOCKS,
+        keeps_outputs=distils and whole,
         graphed=config.memory.cuda_graph != "none",
     )
+
+
+_STORED_BLOCKS, _WHOLE_BLOCKS = 6, 12
+"""Wide copies of a block of logits that the losses of `engine.distillation.losses` make at most, of stored tokens and
+of whole distributions: logits, log-probabilities, probabilities and gradients, at the temperature too, and of both
+models."""
 
 
 def _companions(config: RunConfig) -> tuple[Companion, ...]:

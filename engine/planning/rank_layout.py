@@ -222,6 +222,8 @@ class Workload:
         companions: frozen models beside the trained one, each of which goes through the rows once.
         base_teachers: how many times the model without its adapters does, as a companion would.
         teaches_each_step: whether they do so in each step, and not once for a batch of completions.
+        block_losses: fp32 copies of a block of logits that the loss of whole distributions makes; 0 for that of labels.
+        keeps_outputs: whether the companions' last outputs are kept for all micro-batches of a step.
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
         tenants: runs on one base that share a micro-batch, each with adapters like those of the plan; 0 where the
             model is one run's own.
@@ -252,6 +254,8 @@ class Workload:
     companions: tuple[Companion, ...] = ()
     base_teachers: int = 0
     teaches_each_step: bool = False
+    block_losses: int = 0
+    keeps_outputs: bool = False
     graphed: bool = False
     tenants: int = 0
 
@@ -275,6 +279,8 @@ class Workload:
             samples=None,
             companions=(),
             base_teachers=0,
+            block_losses=0,
+            keeps_outputs=False,
             refers_to_base=False,
             balances=False,
             graphed=False,

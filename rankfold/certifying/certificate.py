@@ -80,6 +80,12 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
             "certificate compares layouts on the same rows: set objective.name to language_modeling, with data of "
             "answers."
         )
+    if config.distillation.teachers:
+        raise UserError(
+            f"objective.name is {config.objective.name} and distillation.teachers names models, which a certificate "
+            "does not have beside the trained one: set objective.name to language_modeling, and distillation.teachers "
+            "to []."
+        )
     training = build_training(config, launch, source, plan, log, mesh=mesh)
     _know_references(config, training, loader.dataset, log)
     optimizer = training.optimizer

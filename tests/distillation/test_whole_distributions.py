@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.distillation.losses import Softmax, generalised_divergence
+from engine.distillation.teacher_states import TeacherStates
 from engine.distributed.mesh import Axis
 from engine.ops.block_loss import HeldVocabulary
+from engine.planning.ledger import LOGITS
+from engine.planning.predict import predict_peak
 from examples.grpo_arithmetic.make_small import write_sums
 from tests.distillation.test_top_tokens import compare
 from tests.support.spawning import spawn
@@ -176,3 +179,21 @@ def test_sampled_completions_are_learned_by_trls_divergence(
     ]  # fmt: skip
     (tmp_path / "taught.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     compare([found for _, found in ranks], stock_step(tmp_path, trl_loss(0.5, 1.2), teacher=True))
+
+
+def test_the_plan_counts_the_outputs_that_are_kept(place: Path, tmp_path: Path) -> None:
+    """Of all micro-batches of a step, whose rows are as long as they may be."""
+    settings = taught_settings(
+        place, checkpoint__dir=tmp_path / "run", distillation__teachers=f"[{place / 'teacher'}]", data__seq_length=13,
+        data__packing="true", train__global_batch_size=4,
+    )  # fmt: skip
+    kept: list[Any] = []
+    engine_step(settings, kept)
+    (run,) = kept
+    (rows,) = run.source.stream(0, 0, 1)
+    parts = [batch.part(TeacherStates) for batch in run.training.stages._prepared(rows.batches)]
+    held = sum(out.nbytes for part in parts if part is not None for out in part.outputs)
+    decoder, plan = run.training.source.model.decoder, run.training.plan.modules
+    predicted = predict_peak(run.config, decoder, plan, device_type="cpu").static[LOGITS]
+    block = 4 * 2 * 13 * 29
+    assert len(parts) == 2 and predicted == held + 12 * block

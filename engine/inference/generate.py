@@ -233,7 +233,8 @@ class Generator:
         self._asked, ahead = None, self._ahead
         if further is not None and self.stage.cache.conversations:
             # a row's window has lost no token that the next turn needs after one further pass, but after two it may
-            self._conversations, ahead = WaitingRows(self.stage), min(ahead, 1)
+            together = self._prefill_tokens if requests else 1
+            self._conversations, ahead = WaitingRows(self.stage, together), min(ahead, 1)
 
         def launched(new: _Pass) -> None:
             """Frees the slots of rows that have all their tokens, and reads passes that were launched before."""
@@ -354,11 +355,13 @@ class Generator:
         each with the rows that continue it."""
         if self._shared is not None:  # it has the next slots
             return []
-        starting, total = list[list[Request]](), 0
+        starting, total, most = list[list[Request]](), 0, self._prefill_tokens
+        if self._conversations is not None:
+            most = self._conversations.tokens_together()
         while waiting and running < self.limits.slots:
             prompt, members = waiting[0], self._members(waiting)
             total += len(prompt.ids)
-            if starting and total > self._prefill_tokens:
+            if starting and total > most:
                 break
             count = min(members, self.limits.slots - running, self._room(prompt, waits=False))
             if count == 0:

@@ -3,7 +3,8 @@
 A conversation that waits for its next prompt has no slot: its row lies in one of the cache's places for rows that wait.
 There is a place for every conversation that may be under way, which has it until it is said to have ended, and a first
 prompt begins when there is one for it. So what is kept of a row follows from its tokens and never from the time at
-which prompts come, and neither do its bits: a turn has a pass of its own.
+which prompts come, and neither do its bits: a turn has a pass of its own, as has a first prompt. Only those share one
+that begin before any other, of prompts that are known from the start.
 
 The last token of a turn is the input of no pass yet; the pass of the next turn begins with it. A row may have been in a
 further pass, if its end was found late. Keys and values of that pass are overwritten, but states cannot be taken back.
@@ -27,10 +28,11 @@ class WaitingRows:
 
     Args:
         stage: of this rank.
+        together: tokens of the prompts that begin before any other, in one pass.
     """
 
-    def __init__(self, stage: InferenceStage) -> None:
-        self._stage = stage
+    def __init__(self, stage: InferenceStage, together: int) -> None:
+        self._stage, self._together = stage, together
         self._places = [*stage.cache.waiting_rows]
         self._kept: dict[int, tuple[Row, int]] = {}
         """The row of a conversation, by its number in the run, and the place where it waits."""
@@ -48,6 +50,11 @@ class WaitingRows:
     def is_ready(self) -> bool:
         """Whether a turn can begin."""
         return any(request.row in self._kept for request in self._turns)
+
+    def tokens_together(self) -> int:
+        """Returns the tokens that the prompts of the next pass may have, if they are several."""
+        together, self._together = self._together, 1
+        return together
 
     def begin(self, request: Request) -> None:
         """Lets a conversation be under way."""

@@ -64,8 +64,7 @@ class TrainedSampler:
             max_new_tokens=rollout.max_completion_length,
             stop_ids=ends,
             slots=rollout.slots,
-            # prompts come when their environments answer: a pass of each by itself has the same numbers always
-            prefill_tokens=4096 if talk is None else 1,
+            prefill_tokens=4096,
         )
         self._sampling = Sampling(
             temperature=0.0 if greedy else rollout.temperature,

@@ -62,15 +62,16 @@ def test_environments_that_add_to_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tools", [False, True])
 def test_bits_do_not_depend_on_delays(tools: bool, tmp_path: Path) -> None:
-    """Environments answer after random times. Where two prompts share a pass because both are there, or a row is kept
-    because there is room for it just then, the bits change."""
-    changes = {"tools": tools, "rollout__slots": 3}
-    at_once = talked(family_settings(tmp_path / "0", "qwen3", **changes), environment_workers=3)  # type: ignore[arg-type]
-    for number, workers in ((1, 3), (2, 6)):
+    """Environments answer after random times. No row is kept because there is room for it just then, and no two prompts
+    share a pass because both are there: only those that begin at once, where prompts are known."""
+    changes = {"tools": tools, "rollout__slots": 6}
+    at_once = talked(family_settings(tmp_path / "0", "qwen3", **changes), environment_workers=6)  # type: ignore[arg-type]
+    for number, workers in ((1, 6), (2, 9)):
         settings = family_settings(tmp_path / str(number), "qwen3", delay=0.05, **changes)  # type: ignore[arg-type]
         late = talked(settings, environment_workers=workers)
         assert late.tokens == at_once.tokens
         assert late.sampled == at_once.sampled
+        assert late.together[0] == 1 + tools and set(late.together[1:]) == {1}
 
 
 @pytest.mark.parametrize("name", sampled(("qwen3", "qwen3.5"), ("qwen3.5",)))

@@ -124,6 +124,7 @@ class Talked:
         sampled, trained: log-probabilities of its tokens, of sampling and of the training forward; of those that an
             environment wrote, zeros and whatever.
         computed: tokens of prompts and turns that this rank has computed.
+        together: prompts of each pass of prompts.
         used: pages that are taken in the end.
         notes: of the sampler.
     """
@@ -134,6 +135,7 @@ class Talked:
     sampled: list[list[float]]
     trained: list[list[float]]
     computed: int
+    together: list[int]
     used: int
     notes: tuple[str, ...]
 
@@ -173,11 +175,15 @@ def talked(
         config = replace(run.config, rollout=replace(run.config.rollout, **rollout))
         talk = run.data.tools.talk(config, ends=_ENDS, vocabulary=VOCABULARY)  # type: ignore[attr-defined]
         sampler = TrainedSampler(config, run.training, ends=_ENDS, longest_prompt=16, say=print, talk=talk)
-        made, make = list[Any](), sampler._generator
+        made, make, together = list[Any](), sampler._generator, list[int]()
 
         def generator() -> Any:
             made.append(make())
             made[-1]._ahead = ahead
+            prefill = made[-1].stage.prefill
+            made[-1].stage.prefill = lambda prompts, *more, **named: (
+                together.append(len(prompts)) or prefill(prompts, *more, **named)
+            )
             return made[-1]
 
         sampler._generator = generator  # type: ignore[method-assign]
@@ -204,6 +210,7 @@ def talked(
             sampled=[one.logps.tolist() for one in found],
             trained=[logps[end - len(one.tokens) : end].tolist() for end, one in zip(ends, found, strict=True)],
             computed=made[0].speed.prefill_tokens,
+            together=together,
             used=sum(table.used for table in tables),
             notes=sampler.notes,
         )

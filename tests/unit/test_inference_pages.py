@@ -50,15 +50,26 @@ class Pool:
     def write(self, name: int) -> None:
         """One token of every row."""
         copies = [self.table.write(slot, len(row)) for slot, row in enumerate(self.rows)]
-        for pair in copies:
-            if pair is not None:
-                source, target = (page * PAGE for page in pair)
-                self._places[target : target + PAGE] = self._places[source : source + PAGE]
+        self._copy([pair for pair in copies if pair is not None])
         for slot, row in enumerate(self.rows):
             (place,) = self.table.places(slot, np.array([len(row)])).tolist()
             assert place >= PAGE, "the page of nobody"
             self._places[place] = token = (name, slot)
             row.append(token)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        for pair in pairs:
+            source, target = (page * PAGE for page in pair)
+            self._places[target : target + PAGE] = self._places[source : source + PAGE]
+
+    def add(self, slot: int, tokens: list[tuple[object, ...]]) -> None:
+        """Several tokens of one row."""
+        start = len(self.rows[slot])
+        self.rows[slot] += tokens
+        self._copy(self.table.continue_row(slot, start, start + len(tokens)))
+        kept = np.arange(max(start, len(self.rows[slot]) - self._capacity), len(self.rows[slot]))
+        for place, position in zip(self.table.places(slot, kept).tolist(), kept.tolist(), strict=True):
+            self._places[place] = self.rows[slot][position]
 
     def check(self) -> None:
         for slot, row in enumerate(self.rows):
@@ -151,5 +162,50 @@ def test_rows_that_run_never_wait_for_a_page() -> None:
         for slot in range(running):
             table.write(slot, position)
     for slot in range(running):
+        table.free(slot)
+    assert table.used == 0
+
+
+@pytest.mark.parametrize("window", [None, 40, 24, 5])
+def test_rows_wait_and_are_continued(window: int | None) -> None:
+    """Rows that share a prompt wait apart from the slots, and are continued by several tokens, or end there. Without
+    copies of the pages that they still share, one writes over another's tokens; and the pool never runs dry."""
+    slots, conversations, length, draw = 4, 7, 80, random.Random(str(window))
+    capacity = min(length, window or length)
+    table = PageTable(
+        rows=slots, capacity=capacity, prompt=length, new=length, group=slots, conversations=conversations
+    )
+    pool, continued = Pool(table, capacity), 0
+    waiting: dict[int, list[tuple[object, ...]]] = {}
+    places = [*range(slots + 1, slots + 1 + conversations)]
+    for step in range(600):
+        free, room = slots - len(pool.rows), conversations - len(pool.rows) - len(waiting)
+        for place in [one for one in waiting if draw.random() < 0.02]:
+            table.free(place)
+            del waiting[place]
+            places.append(place)
+        if free and room and draw.random() < 0.5:
+            prompt = [(step, position, "prompt") for position in range(draw.randint(1, 40))]
+            pool.begin(draw.randint(1, min(free, room)), prompt, length - len(prompt), waits=False)
+        elif free and waiting:
+            place = draw.choice([*waiting])
+            row, slot = waiting.pop(place), len(pool.rows)
+            places.append(place)
+            table.move(place, slot)
+            pool.rows.append(row)
+            pool.add(slot, [(step, number, "result") for number in range(draw.randint(1, length - len(row)))])
+            continued += 1
+        pool.check()
+        pool.write(step)
+        pool.check()
+        for slot in reversed(range(len(pool.rows))):
+            if len(pool.rows[slot]) >= length - 1:
+                pool.end(slot)
+            elif draw.random() < 0.3:
+                waiting[places[-1]] = pool.rows[slot]
+                table.move(slot, places.pop())
+                pool.end(slot)
+    assert continued > 50
+    for slot in [*reversed(range(len(pool.rows))), *waiting]:
         table.free(slot)
     assert table.used == 0

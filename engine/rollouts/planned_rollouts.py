@@ -108,7 +108,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         ahead, host = _seconds(traced.prefill, machine)
         links = _links(workload, layout, machine, PREFILL_TOKENS)
         first = samples.prompt / _prompt_length(samples)
-        if samples.options.environment is not None:
+        if samples.options.environment is not None or samples.options.agent is not None:
             prompts = rows  # each may have another one
         prefill = -(-prompts // traced.prompts) * max(first * (ahead + links), host)
         if turns > 1:  # the results before each further turn, in a pass of their own

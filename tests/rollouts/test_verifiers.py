@@ -20,21 +20,33 @@ from tests.support.verifiers_environments import write_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("RANKFOLD_VERIFIERS") or (sys.executable if find_spec("verifiers") is not None else None)
-STEPS = {"rankfold_ones": 16, "rankfold_reverse": 40}
+STEPS = {"rankfold_ones": 8, "rankfold_reverse": 24}
 needs_verifiers = pytest.mark.skipif(
     PYTHON is None, reason="verifiers 0.4 is not installed, and RANKFOLD_VERIFIERS names no Python that has it"
 )
 
 
-def _train(folder: Path, name: str, **changes: object) -> subprocess.CompletedProcess[str]:
+def _train(
+    folder: Path, name: str, *, agent: str | None = None, steps: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Trains on an environment, or with another agent on two prompts."""
     folder.mkdir()
     settings = tool_settings(
-        folder, train__steps=STEPS[name], train__global_batch_size=32, rollout__num_generations=8, rollout__show=0,
-        rollout__max_completion_length=24 if name == "rankfold_ones" else 8, rollout__environment_workers=3, **changes,
+        folder, train__steps=steps or STEPS[name], train__global_batch_size=32, rollout__num_generations=8,
+        rollout__show=0, rollout__max_completion_length=24 if name == "rankfold_ones" else 8, optim__lr=0.05,
+        rollout__environment_workers=3, lora__rank=8, lora__alpha=32,
     )  # fmt: skip
     write_environments(folder)
-    del settings["rollout.environment"], settings["data.train"]
-    settings["rollout.agent"] = f"verifiers:{folder}/{name}.toml"
+    path = folder / "model" / "config.json"  # numbers of the usual size would hide what little is learned in few steps
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"initializer_range": 0.15}), "utf-8")
+    del settings["rollout.environment"]
+    if agent is None:
+        del settings["data.train"]
+        agent = f"verifiers:{folder}/{name}.toml"
+    else:
+        settings |= {"train.global_batch_size": 4, "rollout.num_generations": 2, "data.seq_length": 120}
+        settings["rollout.max_completion_length"] = 100
+    settings["rollout.agent"] = agent
     command = [str(PYTHON), "-m", "rankfold", "train"]
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     paths = os.pathsep.join((str(ROOT), str(folder)))
@@ -66,6 +78,42 @@ def test_two_runs_have_the_same_bits(tmp_path: Path) -> None:
         assert found.returncode == 0, found.stderr
         runs.append([(step["loss"], step["reward"]) for step in records(tmp_path / name / "run")])
     assert runs[0] == runs[1]
+
+
+VF_EVAL = """
+import subprocess
+import sys
+
+
+def agent(number, base_url, model):
+    kind = ("eval", "train")[number % 2]
+    more = ["--client.renderer-model-name", "{model}"] if kind == "train" else []
+    given = [
+        "rankfold_ones", "-n", "2", "--no-push", "--no-rich", "-m", model, "--client.type", kind,
+        "--client.base-url", base_url, "--client.api-key-var", "OPENAI_API_KEY",
+        "--env.agent.runtime.type", "subprocess", "-o", "{out}", *more,
+    ]
+    program = "from verifiers.v1.cli.eval.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("turns=2 stop=agent_completed") == 2, done.stderr
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+@needs_verifiers
+def test_vf_eval_with_both_of_its_clients(tmp_path: Path) -> None:
+    """Its client for chats, and the one that renders tokens itself and sends them to vLLM's route: a task has two
+    turns, of which the second continues the tokens of the first."""
+    folder = tmp_path / "a"
+    (tmp_path / "agent.py").write_text(
+        VF_EVAL.replace("{model}", str(folder / "model")).replace("{out}", f"{folder}/o")
+    )
+    found = _train(folder, "rankfold_ones", agent=f"{tmp_path}/agent.py:agent", steps=1)
+    assert found.returncode == 0, found.stderr
+    (step,) = records(folder / "run")
+    assert step["reward"] == 1 and step["unscored"] == 0
+    assert step["turns/branches"] == 2 and step["turns/mean"] == 2
 
 
 @pytest.mark.skipif(find_spec("verifiers") is not None, reason="verifiers is installed here")

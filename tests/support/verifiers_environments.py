@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _HARNESS = '''
+from difflib import SequenceMatcher
+
 import httpx
 import verifiers.v1 as vf
 
@@ -49,10 +51,8 @@ REVERSE = (
 class ReverseTask(vf.Task[Data]):
     @vf.reward
     async def overlap(self, trace: vf.Trace) -> float:
-        """The share of places that have the right letter."""
-        said = trace.messages[-1].content or ""
-        right = sum(one == other for one, other in zip(said, self.data.answer))
-        return right / max(len(said), len(self.data.answer))
+        """How similar the answer and the reversed text are."""
+        return SequenceMatcher(None, trace.messages[-1].content or "", self.data.answer).ratio()
 
 
 class ReverseTaskset(vf.Taskset[ReverseTask]):

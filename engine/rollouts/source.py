@@ -323,7 +323,7 @@ class RolloutSource:
         if self._sampler.elsewhere:
             self._compare(buffer, step)
         if self._reference is not None:
-            dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
+            dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False, routes=False)
             buffer = replace(buffer, reference_logps=buffer.of_each(self._reference.logps(dataset), dataset))
         if self._teachers is not None and not config.distillation.whole:
             begin = time.monotonic()

@@ -65,6 +65,16 @@ def test_the_trainer_agrees_with_routes_that_are_not_its_own(kind: str, model: P
     assert without["sampler_difference_max"] > 0.1 and "sampler_routes" not in without
 
 
+def test_references_choose_for_themselves(model: Path, tmp_path: Path) -> None:
+    """Before the first step, a reference that moves is the model without adapters, whose B is 0: with experts of its
+    own both are as far from the policy, whose experts are the server's."""
+    with StandIn(model, routes=True, noise=0.5) as server:
+        settings = _settings(tmp_path, server, objective__beta=0.1)
+        (base,) = stepped(settings, 1)
+        (moving,) = stepped(settings | {"objective.reference_sync_steps": 5}, 1)
+    assert base["kl"] > 1e-3 and moving["kl"] == pytest.approx(base["kl"], rel=1e-4)
+
+
 def test_routes_of_the_same_choice_do_not_differ(model: Path, tmp_path: Path) -> None:
     with StandIn(model, routes=True) as server:
         (step,) = stepped(_settings(tmp_path, server), 1)

@@ -8,6 +8,7 @@
     rankfold benchmark convert --gb 8
     rankfold benchmark generate
     rankfold benchmark rollouts
+    rankfold benchmark turns
     rankfold benchmark tower
     rankfold benchmark tenants
     rankfold benchmark loader

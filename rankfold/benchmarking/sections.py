@@ -187,6 +187,24 @@ class RolloutsOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnsOptions(ModelOptions):
+    """Steps of GRPO whose model calls tools of an environment, against TRL's GRPOTrainer with PEFT."""
+
+    PEERS: ClassVar[tuple[str, ...]] = ("trl",)
+
+    prompts: int = option(8, "prompts of a step", least=1)
+    prompt: int = option(32, "tokens of a prompt", least=8)
+    group: int = option(8, "conversations of each prompt", least=2)
+    new: int = option(256, "tokens of a conversation, with all its turns, at most", least=8)
+    turns: int = option(4, "turns of the model in a conversation, at most", least=1)
+    workers: int = option(4, "processes of environments, of the engine", least=1)
+    micro_batch: int = option(4, "rows of a micro-batch of the engine, which packs conversations into rows", least=1)
+    micro_batch_of_peer: int = option(0, "conversations of a micro-batch of TRL; 0 for all at once", least=0)
+    repeats: int = option(7, "timed turns, of one step of each side", least=1)
+    warmup: int = option(2, "untimed steps of each side before", least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TenantsOptions(ModelOptions):
     """Steps of several adapters on one base, together, against each alone and against PEFT, which switches."""
 
@@ -258,6 +276,7 @@ SECTIONS: dict[str, type] = {
     "save": SaveOptions,
     "generate": GenerateOptions,
     "rollouts": RolloutsOptions,
+    "turns": TurnsOptions,
     "tenants": TenantsOptions,
     "tower": TowerOptions,
     "loader": LoaderOptions,

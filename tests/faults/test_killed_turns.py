@@ -215,6 +215,7 @@ class _Served:
         self._pipe, sender = context.Pipe(duplex=False)
         self.process = context.Process(target=_serve, args=(str(model), port, ends_at, sender), daemon=True)
         self.process.start()
+        sender.close()
         self.port = int(self._pipe.recv())
 
     def calls(self) -> int:

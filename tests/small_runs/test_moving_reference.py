@@ -50,6 +50,7 @@ def test_factors_are_mixed_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -
     assert [name for name in again if not torch.equal(again[name], states[STEPS][name])] == []
 
 
+@pytest.mark.slow
 def test_a_copy_after_each_step_has_no_divergence(tmp_path: Path) -> None:
     """The reference is then the model before the step."""
     settings = _settings(tmp_path) | {"objective.reference_sync_steps": 1, "objective.reference_mixup_alpha": 1}
@@ -59,6 +60,7 @@ def test_a_copy_after_each_step_has_no_divergence(tmp_path: Path) -> None:
     assert all(record["grad_norm"] > 0 for record in records(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_one_is_refused(tmp_path: Path) -> None:
     settings = _settings(tmp_path) | {"train.steps": 3}
     plain = {name: value for name, value in settings.items() if not name.startswith("objective.reference")}

@@ -110,6 +110,7 @@ def test_figures_are_those_of_what_functions_were_given(tmp_path: Path) -> None:
     assert "eval/pass@2" in page(read_runs([tmp_path / "run"]))
 
 
+@pytest.mark.slow
 def test_a_killed_run_evaluates_the_same(tmp_path: Path) -> None:
     settings = evaluating(tmp_path, checkpoint__every=1, checkpoint__keep=0)
     run_here(settings)
@@ -152,6 +153,7 @@ def test_the_best_checkpoint_and_the_end(tmp_path: Path, capfd: pytest.CaptureFi
         assert f"{found[best]:.4f}" in card and "evaluation loss" not in card
 
 
+@pytest.mark.slow
 def test_completions_without_rewards(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One function gives no reward to every second completion, and one fails on all held-out prompts: evaluations
     continue, and say so."""
@@ -167,6 +169,7 @@ def test_completions_without_rewards(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "warning: evaluation after step 1: reward gone gave no reward for a completion of" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_held_out_prompts(tmp_path: Path) -> None:
     """A share of the prompts, of which the first two are evaluated, and none is trained on."""
     settings = evaluating(tmp_path, train__eval_samples=2, data__validation_split=0.25, train__steps=5)
@@ -184,6 +187,7 @@ def test_held_out_prompts(tmp_path: Path) -> None:
     assert len({row[2] for row in rows} - {*first}) == 27
 
 
+@pytest.mark.slow
 def test_a_server_evaluates(tmp_path: Path) -> None:
     """While the next batch is sampled by the adapter before, evaluations have the current one; both are unloaded."""
     served_settings(tmp_path)
@@ -204,6 +208,7 @@ def test_a_server_evaluates(tmp_path: Path) -> None:
     assert not (tmp_path / "true" / "served_adapters").exists()
 
 
+@pytest.mark.slow
 def test_tools_and_environments(tmp_path: Path) -> None:
     """Held-out conversations call tools too."""
     settings = tool_settings(tmp_path, train__steps=1, train__global_batch_size=16, rollout__slots=4)

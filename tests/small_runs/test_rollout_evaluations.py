@@ -189,14 +189,16 @@ def test_held_out_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_evaluates(tmp_path: Path) -> None:
-    """While the next batch is sampled by the adapter before, evaluations have the current one; both are unloaded."""
+    """While the next batch is sampled by the adapter before, evaluations have the current one, and a checkpoint keeps
+    that of the batch; both are unloaded."""
     served_settings(tmp_path)
     found = {}
     with StandIn(tmp_path / "model") as server:
         for overlap in ("false", "true"):
             settings = evaluating(
                 tmp_path, train__global_batch_size=8, train__micro_batch_size=1, rollout__overlap=overlap,
-                rollout__server=server.url, checkpoint__dir=tmp_path / overlap,
+                rollout__server=server.url, checkpoint__dir=tmp_path / overlap, checkpoint__every=1,
+                checkpoint__keep=0,
             )  # fmt: skip
             del settings["model.init"]
             run_here(settings | {"model.path": server.model})
@@ -204,6 +206,11 @@ def test_a_server_evaluates(tmp_path: Path) -> None:
             run_here(without(settings | {"model.path": server.model}, tmp_path / f"{overlap} plain"))
             same_training(tmp_path / overlap, tmp_path / f"{overlap} plain", 4)
             found[overlap] = evaluations(tmp_path / overlap)
+        for step in (2, 3, 4):
+            shutil.rmtree(tmp_path / "true" / "checkpoints" / f"step_{step:08d}")
+        run_here(settings | {"model.path": server.model})
+        same_training(tmp_path / "true", tmp_path / "true plain", 4)
+        assert evaluations(tmp_path / "true") == found["true"]
     assert [*found["true"]] == [0, 1, 2, 3, 4] and found["true"][0] == found["false"][0]
     assert not (tmp_path / "true" / "served_adapters").exists()
 

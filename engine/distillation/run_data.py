@@ -46,7 +46,7 @@ class TaughtData(RowData):
         ]
         vocab_size = training.stages.models()[-1].config.vocab_size
         training.stages.prepare = TeacherPasses(teachers, vocab_size).taught
-        return RowSource(self.train)
+        return RowData.source(self, config, launch, training, metrics=metrics, say=say, run_dir=run_dir)
 
 
 def read_taught(

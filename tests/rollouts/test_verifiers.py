@@ -56,6 +56,7 @@ def _train(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs_verifiers
 @pytest.mark.parametrize("name", STEPS)
 def test_rewards_rise(tmp_path: Path, name: str) -> None:
@@ -70,11 +71,12 @@ def test_rewards_rise(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs_verifiers
 def test_two_runs_have_the_same_bits(tmp_path: Path) -> None:
     runs = []
     for name in "ab":
-        found = _train(tmp_path / name, "rankfold_ones")
+        found = _train(tmp_path / name, "rankfold_ones", steps=2)
         assert found.returncode == 0, found.stderr
         runs.append([(step["loss"], step["reward"]) for step in records(tmp_path / name / "run")])
     assert runs[0] == runs[1]
@@ -101,6 +103,7 @@ def agent(number, base_url, model):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs_verifiers
 def test_vf_eval_with_both_of_its_clients(tmp_path: Path) -> None:
     """Its client for chats, and the one that renders tokens itself and sends them to vLLM's route: a task has two

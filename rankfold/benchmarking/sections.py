@@ -197,7 +197,7 @@ class TurnsOptions(ModelOptions):
     group: int = option(8, "conversations of each prompt", least=2)
     new: int = option(256, "tokens of a conversation, with all its turns, at most", least=8)
     turns: int = option(4, "turns of the model in a conversation, at most", least=1)
-    workers: int = option(4, "processes of environments, of the engine", least=1)
+    workers: int = option(0, "processes of environments, of the engine; 0 for one of each conversation", least=0)
     micro_batch: int = option(4, "rows of a micro-batch of the engine, which packs conversations into rows", least=1)
     micro_batch_of_peer: int = option(0, "conversations of a micro-batch of TRL; 0 for all at once", least=0)
     repeats: int = option(7, "timed turns, of one step of each side", least=1)

@@ -165,7 +165,7 @@ class _Engine:
             "data.seq_length": options.prompt + options.new, "objective.name": "grpo", "rollout.rewards": "environment",
             "rollout.environment": f"{folder}/env.py:Places", "rollout.num_generations": options.group,
             "rollout.max_completion_length": options.new, "rollout.max_turns": options.turns, "rollout.slots": rows,
-            "rollout.environment_workers": options.workers, "rollout.show": 0, "lora.rank": options.rank,
+            "rollout.environment_workers": options.workers or rows, "rollout.show": 0, "lora.rank": options.rank,
             "lora.alpha": 2 * options.rank, "lora.targets": json.dumps(TARGETS), "optim.lr": 1e-5,
             "optim.schedule": "constant", "train.steps": 10**6, "train.micro_batch_size": options.micro_batch,
             "train.global_batch_size": rows, "log.peak_tflops": 0, "checkpoint.dir": folder / "run",

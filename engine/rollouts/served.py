@@ -263,7 +263,7 @@ class ServedSampler:
         say: Callable[[str], None],
     ) -> None:
         rollout = config.rollout
-        self._talk = talk
+        self._talk, self._say = talk, say
         self._config, self._training, self._ends = config, training, ends
         self._drawing = Drawing(rollout.num_generations, sampling_settings(rollout, ends, routes=routes))
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()

@@ -21,6 +21,7 @@ from engine.rollouts.sampler import Sampled
 from engine.rollouts.servers.routes import read_int32, read_npy
 from engine.rollouts.source import RolloutSource
 from tests.distributed.cases import make_batch
+from tests.support.agent_runs import agent_settings
 from tests.support.completion_stand_in import StandIn
 from tests.support.rollout_runs import prepared, stepped
 from tests.support.served_runs import make_mixture, mixture_settings, served_settings
@@ -180,6 +181,25 @@ def test_conversations_have_the_routes_of_all_turns(tmp_path: Path) -> None:
         unknown = (one.routes == 255).all(axis=(1, 2))
         assert unknown[-1] and not unknown[:-1].any()
         np.testing.assert_allclose(buffer.old_logps[place][~one.written], one.logps[~one.written], atol=BOUND)
+
+
+def test_an_agent_that_asks_for_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its completion failed, and has routes like the others; the log has what other agents asked for in vain."""
+    settings = agent_settings(
+        tmp_path, "silent", train__global_batch_size=16, rollout__slots=4, rollout__steps_per_generation=2,
+        lora__targets="q_proj,k_proj,v_proj,o_proj",
+    )  # fmt: skip
+    make_mixture(tmp_path / "model")
+    del settings["model.init"]
+    with StandIn(tmp_path / "model", routes=True, noise=0.5) as server, ExitStack() as opened:
+        run = prepared(settings | {"rollout.server": server.url}, opened)
+        next(iter(run.source.stream(0, 0, 1)))
+        assert isinstance(run.source, RolloutSource) and run.source.buffer is not None
+        buffer = run.source.buffer
+        again = Buffer.from_bytes(buffer.to_bytes(), Path("x"), generation=0, num_steps=2, iterations=1)
+        run.source._require_fits(again, Path("x"))
+    assert {one.failed for one in buffer.completions} == {True, False}
+    assert "note: rollout.agent asks for temperature 0.3, and gets 1.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("routes", [WHOLE, ROUTES], ids=["all layers", "layers with a router"])

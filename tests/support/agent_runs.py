@@ -80,6 +80,13 @@ def parallel(prompt, number, base_url, api_key, model):
     return float(sum(opened for _, opened in found.values()))
 
 
+def silent(number, prompt, base_url, api_key, model):
+    """Asks for nothing where the number is even."""
+    if number % 2:
+        talk(prompt, base_url, api_key, model, temperature=0.3)
+    return 1.0
+
+
 class Hostile:
     """Fails in another way for each record."""
 

@@ -136,7 +136,7 @@ class AgentConversation:
         self._seat: Seat | None = None
         self._branches, self._asked = Branches(), Counter[tuple[int, ...]]()
         self._open: _Open | None = None
-        self._stub: tuple[list[int], list[float]] | None = None
+        self._stub: Sampled | None = None
         self._failure: str | None = None
         self._reward: float | None = None
         self._metrics: dict[str, float] = {}
@@ -189,7 +189,7 @@ class AgentConversation:
             Whether there is another request.
         """
         if self._open is None:
-            self._stub = list(tokens), list(logps)
+            self._stub = self._without_turns(tokens, logps, routes)
             return False
         opened, base = self._open, self._open.base
         answered = self._answered(opened, tokens, logps)
@@ -222,18 +222,10 @@ class AgentConversation:
 
     def sampled(self) -> Sampled:
         """Returns the completion, when it has ended."""
-        ends, talk, given = self._branches.ends(), self._talk, self._prompt.given
+        ends, talk = self._branches.ends(), self._talk
         if not ends:
             assert self._stub is not None
-            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-            return Sampled(
-                tokens=np.array(self._stub[0], dtype=np.int32),
-                logps=np.array(self._stub[1], dtype=np.float32),
-                truncated=self._stub[0][-1] not in talk.ends,
-                turns=Turns(branches=1),
-                dialogue=Dialogue(prompt=messages, messages=[], failure=self._failure),
-                failed=True,
-            )
+            return self._stub
         best = ends[0]
         return Sampled(
             tokens=np.array(best.tokens, dtype=np.int32),
@@ -253,6 +245,23 @@ class AgentConversation:
             failed=self._failure is not None,
             metrics=self._metrics,
             routes=None if best.routes is None else with_unknown(best.routes, len(best.ids)),
+        )
+
+    def _without_turns(self, tokens: Sequence[int], logps: Sequence[float], routes: NDArray[Any] | None) -> Sampled:
+        """Returns the completion of a program that asked for no turn: what was sampled behind the record's prompt."""
+        given = self._prompt.given
+        return Sampled(
+            tokens=np.array(tokens, dtype=np.int32),
+            logps=np.array(logps, dtype=np.float32),
+            truncated=tokens[-1] not in self._talk.ends,
+            turns=Turns(branches=1),
+            dialogue=Dialogue(
+                prompt=[{"role": "user", "content": given}] if isinstance(given, str) else given,
+                messages=[{"role": "assistant", "content": ""}],
+                failure=self._failure,
+            ),
+            failed=True,
+            routes=None if routes is None else with_unknown(routes, len(self._prompt.ids) + len(tokens)),
         )
 
     def _wait(self) -> None:
@@ -295,8 +304,7 @@ class AgentConversation:
             raise Refusal(f"the conversation has had its {talk.max_turns} turns, which are rollout.max_turns")
         before, base = self._chat_base(asked) if asked.route == "chat" else self._token_base(asked)
         ids = base.ids
-        if max(ids) >= talk.vocabulary:
-            raise Refusal(f"the request has token {max(ids)}, and the model's vocabulary {talk.vocabulary} entries")
+        self._require_known(ids)
         if len(base.prompt) > talk.room or len(base.tokens) >= talk.longest:
             raise Refusal(
                 f"this model's maximum context length is {talk.room} tokens of the first request and {talk.longest} "
@@ -308,6 +316,14 @@ class AgentConversation:
         self._asked[ids] += 1
         left = talk.longest - len(base.tokens)
         return _Open(pending=pending, before=before, base=base, room=min(asked.most or left, left), noise=noise)
+
+    def _require_known(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise Refusal("the request has no tokens, and a model continues at least one")
+        if (largest := max(ids)) >= self._talk.vocabulary:
+            raise Refusal(
+                f"the request has token {largest}, and the model's vocabulary {self._talk.vocabulary} entries"
+            )
 
     def _chat_base(self, asked: Asked) -> tuple[Turn | None, Turn]:
         messages, chat = asked.messages, self._talk.chat
@@ -322,8 +338,7 @@ class AgentConversation:
     def _token_base(self, asked: Asked) -> tuple[Turn | None, Turn]:
         chat, prompt = self._talk.chat, asked.prompt
         ids = tuple(chat.encode(prompt)) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise Refusal("the prompt has no tokens, and a model continues at least one")
+        self._require_known(ids)
         before = self._branches.by_ids(ids)
         if before is None:
             return None, _begun(ids, ({"role": "user", "content": chat.text(ids)},), (), "")

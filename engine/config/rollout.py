@@ -23,9 +23,9 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex", MODEL_REWARD)
 ENVIRONMENT = "environment"
 """The entry of rollout.rewards that stands for the scores of rollout.environment itself."""
 OPENENV = "openenv:"
+"""Begins rollout.environment where it is the address of an OpenEnv server."""
 VERIFIERS = "verifiers:"
 """Begins the name of an environment of the package verifiers in rollout.agent."""
-"""Begins rollout.environment where it is the address of an OpenEnv server."""
 IN_PROGRAM = "python:"
 """Begins the names of what a Python program supplies: its reward functions, and its records."""
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")

@@ -8,6 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 from engine.config.load import load_config
 from engine.data.record_files import Place
 from engine.data.tokenizer import ChatOptions, load_tokenizer
+from engine.errors import UserError
 from engine.rollouts.agents.chat import AgentChat
 from engine.rollouts.agents.conversation import AgentConversation, AgentTalk
-from engine.rollouts.agents.endpoint import Inbox, Pending
+from engine.rollouts.agents.endpoint import Endpoint, Inbox, Pending
 from engine.rollouts.agents.requests import Asked, Refusal
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.user_process import CallFailed
@@ -257,6 +259,7 @@ def test_events(place: Workplace) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50}]}, 400, "maximum context length"),
         ("completions", {"prompt": ["a", "b"]}, 400, "where one text, or the token ids of one, is expected"),
         ("completions", {"prompt": [500]}, 400, "token 500, and the model's vocabulary 128 entries"),
+        ("completions", {"prompt": [1, 10**19]}, 400, "and the model's vocabulary 128 entries"),
         ("completions", {"prompt": ""}, 400, "no tokens"),
         ("embeddings", {"input": "x"}, 404, "there is no POST /v1/embeddings"),
     ],
@@ -296,16 +299,20 @@ def test_limits_of_a_conversation(tmp_path: Path) -> None:
 
 def test_settings_that_are_not_the_runs_are_said_once(place: Workplace) -> None:
     def client(place: Workplace, key: str) -> dict[str, Any]:
-        body = {"temperature": 0.2, "top_p": 1, "presence_penalty": 1, "model": "gpt", "tool_choice": "required"}
-        for _ in range(2):
-            assert place.ask(key, messages=HI, tools=TOOLS, **body)[0] == 200
+        body = {"top_p": 1, "presence_penalty": 1, "model": "gpt", "tool_choice": "required"}
+        for number in (2, 3):  # a client may draw them anew for each request
+            more = {"temperature": number / 10, "seed": number}
+            assert place.ask(key, messages=HI, tools=TOOLS, **body, **more)[0] == 200
         return done()
 
     place.talk.notes()
     place.converse(client, ["a", "b"])
     said = place.talk.notes()
-    assert len(said) == 4 and place.talk.notes() == []
-    for words in ("temperature 0.2, and gets 1.0", "presence_penalty 1, and gets none", "tool_choice", 'model "gpt"'):
+    assert len(said) == 5 and place.talk.notes() == []
+    for words in (
+        "temperature 0.2, and gets 1.0", "seed 2, and gets the run's", "presence_penalty 1, and gets none",
+        "tool_choice", 'model "gpt"',
+    ):  # fmt: skip
         assert any(words in one for one in said), words
 
 
@@ -328,11 +335,15 @@ def test_keys(place: Workplace) -> None:
 
 
 def test_requests_at_the_end_are_refused(place: Workplace) -> None:
-    """Those that wait, and those that come later: a client must not wait for ever."""
+    """Those that wait, and those that come later: a client must not wait for ever. Nor must the conversation, which
+    gets its other events before and after."""
     inbox, early, late = Inbox(), Pending(Asked(route="chat")), Pending(Asked(route="chat"))
+    inbox.put("before")
     inbox.put(early)
     inbox.close()
     inbox.put(late)
+    inbox.put("after")
+    assert [inbox._events.get_nowait(), inbox._events.get_nowait()] == ["before", "after"]
     for one in (early, late):
         with pytest.raises(Refusal, match="no conversation under way"):
             one.answer.result(1)
@@ -350,8 +361,9 @@ def test_requests_at_the_end_are_refused(place: Workplace) -> None:
     [
         (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
         (b"POST /v1/chat/completions HTTP/1.1\r\n\r\n", b"411"),
-        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\n{{{", b"400"),
-        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\n[NaN]", b"400"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nKEY\r\nContent-Length: 3\r\n\r\n{{{", b"400"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nKEY\r\nContent-Length: 5\r\n\r\n[NaN]", b"400"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n{{{", b"401"),
         (b"GET / HTTP/1.1\r\n\r\n", b"404"),
         (b"PUT / HTTP/1.1\r\n\r\n", b"501"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b""),
@@ -360,7 +372,8 @@ def test_requests_at_the_end_are_refused(place: Workplace) -> None:
 )
 def test_hostile_bytes(place: Workplace, data: bytes, answer: bytes) -> None:
     """Whatever comes is answered, or its connection closed, and others are served."""
-    address = ("127.0.0.1", int(place.url.rpartition(":")[2]))
+    address, key = ("127.0.0.1", int(place.url.rpartition(":")[2])), place.talk.endpoint.open(Inbox())
+    data = data.replace(b"KEY", f"Authorization: Bearer {key}".encode())
     with socket.create_connection(address, timeout=20) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
@@ -368,3 +381,23 @@ def test_hostile_bytes(place: Workplace, data: bytes, answer: bytes) -> None:
     assert answer in received.partition(b"\r\n")[0]
     with socket.create_connection(address):  # one that says nothing keeps no other out
         assert place.converse(lambda place, key: (place.ask(key, messages=HI), done())[1], ["a"]).sampled().turns
+
+
+def test_a_port_that_there_is_not(place: Workplace) -> None:
+    """That of the second copy of the model."""
+    options = replace(place.talk.endpoint.options, endpoint="127.0.0.1:65535")
+    with pytest.raises(UserError, match="127.0.0.1:65536 cannot be listened at"):
+        Endpoint(options, place.talk.chat, model="model", length=8, copy=1)
+
+
+def test_a_defect_keeps_its_traceback(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("engine.rollouts.agents.endpoint.parse_request", broken)
+    key = place.talk.endpoint.open(Inbox())
+    with pytest.raises(OSError):
+        place.ask(key, messages=HI)
+    assert "RuntimeError: no such thing" in capfd.readouterr().err

@@ -12,14 +12,16 @@ import io
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from engine.config.rollout import RolloutOptions, address_parts
@@ -34,6 +36,9 @@ from engine.rollouts.agents.requests import ROUTES, Asked, Refusal, parse_reques
 
 _BODY_BYTES, _HEAD_BYTES = 64 << 20, 1 << 17
 """Maximum bytes of a request's body, and of its head."""
+_DROPPED_BYTES = 1 << 20
+"""Maximum bytes of a body that are read of a request that is refused without it: a connection that is closed before
+its client has sent all loses the answer."""
 _SECONDS = 60.0
 """In which a request has to come, and an answer to be taken."""
 _CONNECTIONS = 1024
@@ -60,24 +65,29 @@ class Inbox:
     def put(self, event: Any) -> None:
         """Adds an event; a request is refused where the conversation has ended."""
         with self._lock:
-            if self._is_open:
+            if self._is_open or not isinstance(event, Pending):
                 self._events.put(event)
                 return
-        if isinstance(event, Pending):
-            event.answer.set_exception(Refusal(_ENDED, status=401))
+        event.answer.set_exception(Refusal(_ENDED, status=401))
 
     def get(self) -> Any:
         """Takes the next event; waits for one."""
         return self._events.get()
 
     def close(self) -> None:
-        """Refuses the requests that wait, and all that will come."""
+        """Refuses the requests that wait, and all that will come; other events stay for the one who waits for them."""
         with self._lock:
             self._is_open = False
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, Pending):
-                event.answer.set_exception(Refusal(_ENDED, status=401))
+        kept = []
+        with suppress(Empty):  # the conversation may take events meanwhile
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, Pending):
+                    event.answer.set_exception(Refusal(_ENDED, status=401))
+                else:
+                    kept.append(event)
+        for event in kept:
+            self._events.put(event)
 
 
 class Endpoint:
@@ -97,14 +107,15 @@ class Endpoint:
     def __init__(self, options: RolloutOptions, chat: AgentChat, *, model: str, length: int, copy: int = 0) -> None:
         self.options, self.chat, self.model, self.length = options, chat, model, length
         self._inboxes: dict[bytes, Inbox] = {}
-        self._ignored: dict[str, None] = {}
+        self._ignored: dict[str, str] = {}
         host, port = address_parts(options.endpoint)
         try:
             self._server = _Server((host, port + copy if port else 0), self)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # a port above 65535
+            why = (error.strerror if isinstance(error, OSError) else None) or error
             raise UserError(
-                f"rollout.endpoint is {options.endpoint}, and {host}:{port + copy} cannot be listened at "
-                f"({error.strerror or error}): give another address, or null for a free port of 127.0.0.1."
+                f"rollout.endpoint is {options.endpoint}, and {host}:{port + copy} cannot be listened at ({why}): give "
+                "another address, or null for a free port of 127.0.0.1."
             ) from None
         reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.base_url = f"http://{f'[{reached}]' if ':' in reached else reached}:{self._server.server_address[1]}/v1"
@@ -136,13 +147,13 @@ class Endpoint:
         return found
 
     def ignore(self, asked: Asked) -> None:
-        """Remembers the settings of a request that are not the run's."""
+        """Remembers the settings of a request that are not the run's, each as it was asked for first."""
         for one in asked.ignored:
-            self._ignored.setdefault(one)
+            self._ignored.setdefault(one.partition(" ")[0], one)
 
     def ignored(self) -> tuple[str, ...]:
         """Returns the settings that were not the run's, in words, each once."""
-        return tuple(self._ignored)
+        return tuple(self._ignored.values())
 
     def close(self) -> None:
         """Stops to listen; requests that wait are refused."""
@@ -189,6 +200,8 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of clients that are gone; a defect keeps its traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -245,13 +258,16 @@ class _Handler(BaseHTTPRequestHandler):
         return _json({"object": "list", "data": [{**card, "root": endpoint.model, "max_model_len": endpoint.length}]})
 
     def _post(self) -> tuple[bytes, str]:
-        endpoint, path = self.server.endpoint, self._path
+        endpoint, path, length = self.server.endpoint, self._path, self._length()
         route = ROUTES.get(path)
-        if route is None and path != "/tokenize":
-            self._body()
-            raise Refusal(f"there is no POST {path[:200]}", status=404)
-        body = self._body()
-        inbox = endpoint.inbox(self._key)
+        try:
+            if route is None and path != "/tokenize":
+                raise Refusal(f"there is no POST {path[:200]}", status=404)
+            inbox = endpoint.inbox(self._key)
+        except Refusal:
+            self.rfile.read(min(length, _DROPPED_BYTES))
+            raise
+        body = self._body(length)
         if route is None:
             return _json(_tokenized(endpoint, body))
         asked = parse_request(route, body, endpoint.options, endpoint.model)
@@ -275,14 +291,17 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else ""
 
-    def _body(self) -> Any:
+    def _length(self) -> int:
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             raise Refusal("the request has no Content-Length", status=411)
         if int(length) > _BODY_BYTES:
             raise Refusal(f"the body has {length} bytes, and {_BODY_BYTES} are the most", status=413)
+        return int(length)
+
+    def _body(self, length: int) -> Any:
         try:
-            return parse_json(self.rfile.read(int(length)), _LIMITS)
+            return parse_json(self.rfile.read(length), _LIMITS)
         except JsonFlaw as flaw:
             raise Refusal(f"the body is no JSON that can be read ({flaw})") from None
 

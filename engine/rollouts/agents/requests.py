@@ -207,6 +207,8 @@ def _ignored(settings: Mapping[str, Any], rollout: RolloutOptions) -> list[str]:
     for name, nothing in _NEUTRAL.items():
         if settings.get(name) not in (None, nothing):
             found.append(f"{name} {_short(settings[name])}, and gets none")
+    if settings.get("seed") is not None:
+        found.append(f"seed {_short(settings['seed'])}, and gets the run's")
     return found
 
 

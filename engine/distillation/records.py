@@ -17,6 +17,7 @@ is not read and may be null or empty. Log-probabilities are natural logarithms a
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,7 +168,7 @@ def _likely(place: Place, field: str, entry: Any) -> Likely:
         problem = "has token ids that are no integers from 0"
     elif len(set(ids)) < len(ids):
         problem = "has a token twice"
-    elif not all(isinstance(logp, (int, float)) and not isinstance(logp, bool) and logp <= 0 for _, logp in found):
+    elif not all(map(_is_logp, (logp for _, logp in found))):
         problem = "has log-probabilities that are no numbers up to 0"
     elif (total := sum(math.exp(logp) for _, logp in found)) > 1 + _ABOVE_ONE:
         problem = f"has probabilities that add up to {total:.3f}"
@@ -178,6 +179,13 @@ def _likely(place: Place, field: str, entry: Any) -> Likely:
             f"field '{field}' {problem}, expected the teacher's most likely tokens at this target; correct the record."
         )
     return found
+
+
+def _is_logp(value: object) -> bool:
+    """Returns whether a value is a number up to 0; -inf is one, and an integer that no float holds is none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value == -math.inf or -sys.float_info.max <= value <= 0
 
 
 def _pairs(entry: Any) -> Likely:

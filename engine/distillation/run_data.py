@@ -13,6 +13,8 @@ from engine.config.run import RunConfig
 from engine.data.tokenizer import Tokenizer
 from engine.distillation.teacher_model import build_teacher, check_teacher, open_teacher
 from engine.distillation.teacher_states import TeacherPasses
+from engine.distillation.top_tokens import TopTokenColumns
+from engine.errors import UserError
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
@@ -63,7 +65,9 @@ def read_taught(
     `engine.training.run_data.DataReader`."""
     options: dict[str, Any] = {"images": images, "supplied": supplied}
     if not config.distillation.teachers:
-        return read_rows(config, launch, model, tokenizer, log, **options)
+        stored = read_rows(config, launch, model, tokenizer, log, **options)
+        _require_known(stored, config, model.decoder.vocab_size)
+        return stored
     texts = replace(config, objective=ObjectiveOptions())
     rows = read_rows(texts, launch, model, tokenizer, log, **options)
     dataset = rows.train.dataset
@@ -72,3 +76,21 @@ def read_taught(
     for name, teacher in zip(config.distillation.names, config.distillation.teachers, strict=True):
         check_teacher(config, launch, name, teacher, model=model, tokenizer=tokenizer, texts=sample, say=log.info)
     return TaughtData(tokenizer=rows.tokenizer, train=rows.train, validation=rows.validation)
+
+
+def _require_known(rows: RowData, config: RunConfig, vocabulary: int) -> None:
+    """Refuses a teacher's tokens that the model does not have.
+
+    Args:
+        vocabulary: entries of the model's.
+    """
+    datasets = [rows.train.dataset] + ([] if rows.validation is None else [rows.validation.dataset])
+    for name, dataset in zip(("data.train", "data.validation"), datasets, strict=False):
+        columns = dataset.extra(TopTokenColumns)
+        assert columns is not None, "records without a teacher's tokens"
+        if (largest := int(columns.ids.max(initial=0))) >= vocabulary:
+            raise UserError(
+                f"the records of {name} have token {largest} among a teacher's, and the vocabulary of "
+                f"{config.model.path} has {vocabulary} entries: write them with a teacher of the same family, or leave "
+                "such tokens out."
+            )

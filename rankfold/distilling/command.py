@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +159,12 @@ def _by_server(
             ).reshape(-1, 2 * arguments.top_k)
 
         ahead = 4 * arguments.slots
-        asked = [pool.submit(ask, row) for row in range(min(ahead, len(dataset)))]
+        rest = iter(range(len(dataset)))
+        asked = deque(pool.submit(ask, row) for row in islice(rest, ahead))
         try:
-            for row in range(len(dataset)):
-                yield asked[row].result()
-                if len(asked) < len(dataset):
-                    asked.append(pool.submit(ask, len(asked)))
+            while asked:
+                yield asked.popleft().result()
+                asked.extend(pool.submit(ask, row) for row in islice(rest, 1))
         finally:
             client.close()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -82,7 +82,8 @@ def test_a_model_writes_its_tokens_and_a_run_learns_them(layout: str, place: Pat
 def test_a_server_writes_its_tokens(kind: str, place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with StandIn(place / "teacher", kind=kind) as server:
-        distil(words_of(place, out, "--server", server.url, "--server-kind", kind, "--tokenizer", place / "teacher"))
+        server_words = ("--server", server.url, "--server-kind", kind, "--slots", 1)  # which asks for 4 texts ahead
+        distil(words_of(place, out, *server_words, "--tokenizer", place / "teacher"))
     check(out, place)
 
 

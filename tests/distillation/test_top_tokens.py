@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.errors import UserError
 from tests.distributed.sharded_runs import assemble
+from tests.support.rollout_runs import prepared
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 from tests.support.taught import engine_step, layout_step, stock_step, taught_settings, top_loss, write_place
@@ -85,3 +90,31 @@ def test_layouts_agree(layout: str, place: Path, tmp_path: Path) -> None:
     changes = changes | KINDS["bucket, labels"] | {"checkpoint.dir": tmp_path / "run"}
     found = spawn(layout_step, world=world, args=(str(place), changes), timeout=120)
     compare(found, expected(place, KINDS["bucket, labels"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target_token_ids": [[29, 1]]}, "have token 29 among a teacher's, and the vocabulary of .* has 29 entries"),
+        ({"target_token_ids": [[1, 1]]}, "has a token twice"),
+        ({"target_token_ids": [[1, -1]]}, "has token ids that are no integers from 0"),
+        ({"target_logprobs": [[-0.5, 0.5]]}, "has log-probabilities that are no numbers up to 0"),
+        ({"target_logprobs": [[-0.5, -(10**400)]]}, "has log-probabilities that are no numbers up to 0"),
+        ({"target_logprobs": [[-0.1, -0.1]]}, "has probabilities that add up to 1.810"),
+        ({"target_logprobs": [[-0.5]]}, "has no tokens with log-probabilities"),
+        ({"target_logprobs": []}, "'target_token_ids' has 1 entries and field 'target_logprobs' 0"),
+    ],
+    ids=["vocabulary", "twice", "below 0", "above 0", "no float", "sum", "fewer", "none"],
+)
+def test_records_that_cannot_be(change: dict[str, Any], words: str, place: Path, tmp_path: Path) -> None:
+    record = {
+        "input_ids": [3, 4, 5], "labels": [-100, -100, 5], "target_token_ids": [[5, 1]],
+        "target_logprobs": [[-0.5, -2]],
+    }  # fmt: skip
+    (tmp_path / "taught.jsonl").write_text(json.dumps(record | change) + "\n", encoding="utf-8")
+    settings = taught_settings(
+        place, data__train=tmp_path / "taught.jsonl", train__global_batch_size=1, train__micro_batch_size=1,
+        checkpoint__dir=tmp_path / "run",
+    )  # fmt: skip
+    with ExitStack() as opened, pytest.raises(UserError, match=words):
+        prepared(settings, opened)

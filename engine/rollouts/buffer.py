@@ -232,20 +232,23 @@ class Buffer:
             return "advantages are not finite"
         known = np.array([one.version for one in self.weights])
         for place, one in enumerate(self.completions):
-            versions = one.token_versions
-            if versions.dtype != np.int32 or not np.isin(versions[one.sampled_mask()], known).all():
-                return f"completion {place} has tokens of weights that are not named"
             logps = [one.logps, *(kept[place] for kept in (self.old_logps, self.reference_logps) if kept is not None)]
             if one.tokens.dtype != np.int32 or not one.tokens.size or one.tokens.ndim != 1:
                 return f"completion {place} has no tokens"
             if any(each.dtype != np.float32 or each.shape != one.tokens.shape for each in logps):
                 return f"completion {place} has no log-probability for each token"
+            written = np.zeros(one.tokens.shape, np.bool_) if one.written is None else one.written
+            if written.dtype != np.bool_ or written.shape != one.tokens.shape or written.all():
+                return f"completion {place} has no token that was sampled"
+            versions = one.token_versions
+            if versions.dtype != np.int32 or versions.shape != one.tokens.shape:
+                return f"completion {place} has no version for each token"
+            if not np.isin(versions[~written], known).all():
+                return f"completion {place} has tokens of weights that are not named"
             if self.teacher_logps is not None:
                 of_teachers = self.teacher_logps[place]
                 if of_teachers.dtype != np.float32 or of_teachers.shape != (len(of_teachers), len(one.tokens)):
                     return f"completion {place} has no log-probability of each teacher for each token"
-            if one.written is not None and (one.written.dtype != np.bool_ or one.num_sampled < 1):
-                return f"completion {place} has no token that was sampled"
             if one.prompt is not None and (one.prompt.dtype != np.int32 or not one.prompt.size):
                 return f"completion {place} has no prompt"
         return None

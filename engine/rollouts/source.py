@@ -422,7 +422,7 @@ class RolloutSource:
         Args:
             taken: steps that were trained from it.
         """
-        prompts = buffer.step_prompts(taken)
+        prompts, learned = buffer.step_prompts(taken), self._learned(buffer, taken)
         trained = self._trained(buffer, prompts)
         dataset = self._dataset(buffer, trained, taken=taken)
         loader = self._row_loader(dataset)
@@ -447,7 +447,7 @@ class RolloutSource:
             rows=len(dataset),
             tokens=int(dataset.row_lengths.sum()),
             figures=figures,
-            has_signal=any(self._teaches(buffer, prompt, taken) for prompt in prompts),
+            has_signal=any(self._teaches(buffer, prompt, learned) for prompt in prompts),
             is_followed_by_work=taken + 1 == buffer.total_steps,
         )
 
@@ -472,10 +472,9 @@ class RolloutSource:
             return [*prompts]
         return [prompt for prompt in prompts if not buffer.uniform[prompt]] or [prompts.start]
 
-    def _teaches(self, buffer: Buffer, prompt: int, taken: int) -> bool:
+    def _teaches(self, buffer: Buffer, prompt: int, learned: Learned) -> bool:
         """Returns whether any completion of a prompt of the buffer has a gradient."""
         told = self._teachers is not None or not buffer.uniform[prompt]
-        learned = self._learned(buffer, taken)
         members = [place for place in buffer.places(prompt) if learned.completions[place]]
         return told and any(self._is_trained(buffer.completions[place]) for place in members)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.config.load import load_config
@@ -22,8 +23,10 @@ from engine.errors import UserError
 from engine.rollouts.agents.chat import AgentChat
 from engine.rollouts.agents.conversation import AgentConversation, AgentTalk
 from engine.rollouts.agents.endpoint import Endpoint, Inbox, Pending
+from engine.rollouts.agents.metrics import agent_figures, metric_arrays, metrics_of
 from engine.rollouts.agents.requests import Asked, Refusal
 from engine.rollouts.data.prompts import Prompt
+from engine.rollouts.sampler import Sampled, Turns
 from engine.rollouts.user_process import CallFailed
 from tests.support.agent_runs import agent_settings
 from tests.support.commands import options
@@ -401,3 +404,19 @@ def test_a_defect_keeps_its_traceback(
     with pytest.raises(OSError):
         place.ask(key, messages=HI)
     assert "RuntimeError: no such thing" in capfd.readouterr().err
+
+
+def test_metrics_with_a_name_for_each_task_are_bounded() -> None:
+    """Those that most completions have stay, in the buffer too."""
+    tokens, logps = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+    completions = [
+        Sampled(
+            tokens=tokens, logps=logps, truncated=False, turns=Turns(branches=1),
+            metrics={"z": float(number), **{f"task{number}_{one}": 1.0 for one in range(10)}},
+        )
+        for number in range(40)
+    ]  # fmt: skip
+    figures = agent_figures(completions)
+    assert figures["agent/z"] == 19.5 and sum(name.startswith("agent/") for name in figures) == 256
+    read = metrics_of(metric_arrays(completions), 40)
+    assert [one["z"] for one in read] == list(range(40)) and len({name for one in read for name in one}) == 256

@@ -18,6 +18,7 @@ from engine.errors import UserError
 from engine.rollouts.buffer import FILE, Buffer
 from engine.rollouts.data.completions import CompletionColumns
 from engine.rollouts.rules import check_rollouts
+from engine.rollouts.sampler import Sampled
 from engine.rollouts.source import RolloutSource
 from engine.rollouts.weights import Weights, _sum, trained_digest
 from tests.support.commands import options
@@ -140,6 +141,18 @@ def mixed(run: Any) -> tuple[RolloutSource, Buffer]:
         completions.append(replace(one, versions=versions))
     weights = (Weights(3, "03" * 16), Weights(5, "05" * 16))
     return source, replace(source.buffer, completions=tuple(completions), weights=weights)
+
+
+def test_a_buffer_with_a_version_too_few_is_refused() -> None:
+    one = Sampled(tokens=np.array([3, 4], np.int32), logps=np.zeros(2, np.float32), truncated=False).sampled_by(3)
+    shorter = replace(one, versions=one.token_versions[:1])
+    buffer = Buffer(
+        generation=0, prompts=np.arange(1), completions=(one, shorter), rewards_NF=np.zeros((2, 1)),
+        advantages=np.zeros(2, np.float32), uniform=np.zeros(1, np.bool_), num_steps=1, iterations=1,
+        weights=(Weights(3, "03" * 16),),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="completion 1 has no version for each token"):
+        Buffer.from_bytes(buffer.to_bytes(), Path("b"), generation=0, num_steps=1, iterations=1)
 
 
 def test_tokens_that_are_too_old_are_no_targets(tmp_path: Path) -> None:

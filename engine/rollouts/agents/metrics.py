@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from engine.rollouts.sampler import Sampled
 from engine.telemetry.format import counted
 
 _NAMES, _VALUES = "metric_names", "metrics"
+_MOST_NAMES = 256
+"""Maximum number of metrics of a generation batch: an agent may name one by its task."""
 
 
 def metric_arrays(completions: Sequence[Sampled]) -> dict[str, NDArray[Any]]:
@@ -75,4 +78,6 @@ def branch_note(completions: Sequence[Sampled]) -> str | None:
 
 
 def _names(completions: Sequence[Sampled]) -> list[str]:
-    return sorted({name for one in completions for name in one.metrics})
+    """Returns the names of metrics; where there are too many, those that most completions have."""
+    counts = Counter(name for one in completions for name in one.metrics)
+    return sorted(sorted(counts, key=lambda name: (-counts[name], name))[:_MOST_NAMES])

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config.load import load_config
 from engine.data.dataset import TokenDataset
+from engine.rollouts.agents.agent import timeout_note
 from engine.rollouts.buffer import Buffer
 from engine.rollouts.data.completions import Completion, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
@@ -24,6 +26,7 @@ from engine.rollouts.trained_sampler import TrainedSampler
 from engine.rollouts.weights import Weights
 from engine.training.prepared_run import PreparedRun
 from tests.support.agent_runs import agent_settings
+from tests.support.commands import options
 from tests.support.rollout_runs import prepared
 from tests.support.tool_runs import ENDS
 
@@ -144,6 +147,25 @@ def test_a_failure_costs_its_completion_alone(tmp_path: Path, capsys: pytest.Cap
         "it did not come to an end within 4 s", "it raised RuntimeError: no way", "its reward is nan",
     ):  # fmt: skip
         assert words in said, words
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "notes"),
+    [
+        (2, {}, True),
+        (2, {"rollout__agent_timeout": 500}, False),
+        (2, {"parallel__tensor": 2}, False),
+        (4, {"parallel__tensor": 2}, True),
+        (2, {"rollout__server": "http://a"}, False),
+        (1, {}, False),
+    ],
+)
+def test_a_conversation_may_take_longer_than_ranks_wait(
+    world: int, changes: dict[str, Any], notes: bool, tmp_path: Path
+) -> None:
+    found = timeout_note(load_config(options(agent_settings(tmp_path, **changes))), world)
+    assert (found is not None) == notes
+    assert found is None or "rollout.agent_timeout is 3600 s, and the 2 copies of the model" in found
 
 
 def test_a_buffer_of_agents_is_the_same_after_it_was_saved(run: PreparedRun) -> None:

@@ -70,10 +70,29 @@ def read_agent(
         raise UserError(described)
     if ENVIRONMENT not in config.rollout.rewards:
         say("note: what rollout.agent returns is no reward, as rollout.rewards does not have environment")
+    if (note := timeout_note(config, launch.world_size)) is not None:
+        say(note)
     return Agent(
         chat=AgentChat(tokenizer, completion_ends(model.path, tokenizer), rollout.tool_format),
         name=rollout.agent,
         tasks=tuple(described) if isinstance(described, list) else (),
+    )
+
+
+def timeout_note(config: RunConfig, world_size: int) -> str | None:
+    """Returns a note where a conversation may take longer than copies of the model wait for each other; None elsewhere.
+
+    Args:
+        world_size: ranks of the run.
+    """
+    longest, waits = config.rollout.agent_timeout, config.train.collective_timeout
+    copies = world_size // (config.parallel.tensor * config.parallel.pipeline)
+    if config.rollout.server is not None or copies == 1 or longest <= waits:
+        return None
+    return (
+        f"note: rollout.agent_timeout is {longest:g} s, and the {copies} copies of the model wait for each other for "
+        f"train.collective_timeout, {waits:g} s, so that a conversation which takes longer than that may end the run: "
+        "raise train.collective_timeout, or lower rollout.agent_timeout"
     )
 
 

@@ -286,6 +286,12 @@ class RolloutOptions:
             not self.agent.startswith(IN_PROGRAM),
             f"rollout.agent is {self.agent}, and an agent runs in processes of its own: name a file, as agent.py:NAME.",
         )
+        usual = next(field.default for field in fields(self) if field.name == "environment_timeout")
+        require(
+            self.environment_timeout == usual,
+            f"rollout.environment_timeout is {self.environment_timeout:g} and rollout.agent is set, whose limit is "
+            "rollout.agent_timeout, for a whole conversation: set that one.",
+        )
         other = next((name for name in ("tools", "environment") if getattr(self, name)), None)
         require(
             other is None,

@@ -14,6 +14,9 @@ from engine.distillation.rules import OF_DISTRIBUTIONS
 from engine.rollouts.pass_at_k import judging_figures
 from engine.sentences import listed
 
+_WITH_WHOLE = ("name", "num_iterations", "mask_truncated")
+"""Options of the objective that count where whole distributions of teachers are learned."""
+
 
 def check_rollouts(config: RunConfig) -> None:
     """Refuses options that cannot be combined with training on sampled completions.
@@ -240,10 +243,13 @@ def _check_whole(config: RunConfig) -> None:
         "distillation.whole is true, and rewards, objective.beta and distillation.discount belong to policy gradients: "
         "set rollout.rewards to [], and remove the others.",
     )
+    unused = next((f"objective.{one.name}" for one in changed(objective) if one.name not in _WITH_WHOLE), None)
+    if options.remainder != "renormalize":
+        unused = "distillation.remainder"
     require(
-        objective.loss_type == "dapo" and options.remainder == "renormalize",
-        f"distillation.whole is true, objective.loss_type is {objective.loss_type} and distillation.remainder "
-        f"{options.remainder}, but its loss is the mean divergence of sampled tokens: remove both.",
+        unused is None,
+        f"distillation.whole is true and {unused} is set, but its loss is the mean divergence of sampled tokens: "
+        f"remove {unused}.",
     )
 
 

@@ -341,7 +341,9 @@ def test_a_run_on_whole_distributions_continues_inside_a_buffer(tmp_path: Path) 
         ({"distillation.beta": 0.5}, "distillation.beta is set and distillation.whole is false"),
         ({"distillation.whole": "true", "distillation.teachers": "[base]"}, "distillation.teachers has base"),
         ({"distillation.whole": "true", "distillation.discount": 0.5}, "belong to policy gradients"),
-        ({"distillation.whole": "true", "objective.loss_type": "grpo"}, "objective.loss_type is grpo"),
+        ({"distillation.whole": "true", "objective.loss_type": "grpo"}, "objective.loss_type is set"),
+        ({"distillation.whole": "true", "objective.entropy_coefficient": 0.1}, "objective.entropy_coefficient is set"),
+        ({"distillation.whole": "true", "distillation.remainder": "bucket"}, "remove distillation.remainder"),
     ],
 )
 def test_options_that_whole_distributions_do_not_take(options: dict[str, object], words: str, tmp_path: Path) -> None:

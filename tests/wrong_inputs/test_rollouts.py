@@ -51,6 +51,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.agent": "a.py:f", "rollout.endpoint": "8700"}, "rollout.endpoint is '8700', but HOST:PORT is expected"),
     ({"rollout.agent": "a.py:f", "rollout.endpoint": "h:99999"}, "but HOST:PORT is expected: write for example"),
     ({"rollout.agent": "a.py:f", "rollout.agent_timeout": 0}, "rollout.agent_timeout is 0.0, but it must be"),
+    (
+        {"rollout.agent": "a.py:f", "rollout.environment_timeout": 9},
+        "rollout.environment_timeout is 9 and rollout.agent",
+    ),
     ({"rollout.endpoint": "h:80"}, "rollout.endpoint is set and rollout.agent is not"),
     ({"rollout.tool_format": "xml"}, "rollout.tool_format is 'xml', but one of hermes, qwen_xml"),
     ({"rollout.server": "http://h/a b"}, "rollout.server is http://h/a b, but the address of a server"),

@@ -260,6 +260,7 @@ def test_events(place: Workplace) -> None:
         ("chat/completions", {"messages": HI, "tools": [{"type": "mcp"}]}, 400, "something else than functions"),
         ("chat/completions", {"messages": HI, "max_tokens": 0}, 400, "max_tokens is 0, where an integer of at least"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50}]}, 400, "maximum context length"),
+        ("completions", {"prompt": "x" * (8 << 20)}, 413, "are the most at this model's maximum context length"),
         ("completions", {"prompt": ["a", "b"]}, 400, "where one text, or the token ids of one, is expected"),
         ("completions", {"prompt": [500]}, 400, "token 500, and the model's vocabulary 128 entries"),
         ("completions", {"prompt": [1, 10**19]}, 400, "and the model's vocabulary 128 entries"),
@@ -364,6 +365,7 @@ def test_requests_at_the_end_are_refused(place: Workplace) -> None:
     [
         (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
         (b"POST /v1/chat/completions HTTP/1.1\r\n\r\n", b"411"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"411"),
         (b"POST /v1/chat/completions HTTP/1.1\r\nKEY\r\nContent-Length: 3\r\n\r\n{{{", b"400"),
         (b"POST /v1/chat/completions HTTP/1.1\r\nKEY\r\nContent-Length: 5\r\n\r\n[NaN]", b"400"),
         (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n{{{", b"401"),

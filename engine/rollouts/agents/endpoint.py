@@ -35,7 +35,12 @@ from engine.rollouts.agents.replies import Answered, body_of, error_of, events_o
 from engine.rollouts.agents.requests import ROUTES, Asked, Refusal, parse_request
 
 _BODY_BYTES, _HEAD_BYTES = 64 << 20, 1 << 17
-"""Maximum bytes of a request's body, and of its head."""
+"""Maximum bytes that are received of a request's body, and of its head."""
+_BASE_BYTES, _TOKEN_BYTES = 1 << 20, 256
+"""Bytes of a body that is read, at any length of conversations and for each token of it: no longer text has room in
+them, and a tokenizer would take minutes and gigabytes to find that out, in which no other request is answered."""
+_DIGITS = 20
+"""Maximum digits of a number of bytes."""
 _DROPPED_BYTES = 1 << 20
 """Maximum bytes of a body that are read of a request that is refused without it: a connection that is closed before
 its client has sent all loses the answer."""
@@ -293,13 +298,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
-            raise Refusal("the request has no Content-Length", status=411)
+        if not (length.isascii() and length.isdigit() and len(length) <= _DIGITS):
+            raise Refusal("the request has no Content-Length that can be read", status=411)
         if int(length) > _BODY_BYTES:
-            raise Refusal(f"the body has {length} bytes, and {_BODY_BYTES} are the most", status=413)
+            raise self._too_long(int(length))
         return int(length)
 
+    @property
+    def _most(self) -> int:
+        return min(_BODY_BYTES, _BASE_BYTES + _TOKEN_BYTES * self.server.endpoint.length)
+
+    def _too_long(self, length: int) -> Refusal:
+        context = f"this model's maximum context length of {self.server.endpoint.length} tokens"
+        return Refusal(
+            f"the body has {length} bytes, and {self._most} are the most at {context}",
+            status=413,
+            code="context_length_exceeded",
+        )
+
     def _body(self, length: int) -> Any:
+        if length > self._most:
+            left = length
+            while left > 0 and (dropped := self.rfile.read(min(left, _BASE_BYTES))):
+                left -= len(dropped)
+            raise self._too_long(length)
         try:
             return parse_json(self.rfile.read(length), _LIMITS)
         except JsonFlaw as flaw:

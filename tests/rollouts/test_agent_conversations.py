@@ -422,3 +422,28 @@ def test_metrics_with_a_name_for_each_task_are_bounded() -> None:
     assert figures["agent/z"] == 19.5 and sum(name.startswith("agent/") for name in figures) == 256
     read = metrics_of(metric_arrays(completions), 40)
     assert [one["z"] for one in read] == list(range(40)) and len({name for one in read for name in one}) == 256
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (TEMPLATE, None),
+        (NO_TOOLS, None),
+        (
+            "{%- for message in messages %}{{ message.content }}{% if loop.last %}<end3>{% endif %}{%- endfor %}",
+            "is not",
+        ),
+        (
+            "{%- for message in messages %}{{ message.content }}{%- endfor %}{%- if not add_generation_prompt %}<end3>"
+            "{% endif %}",
+            "fewer tokens where other messages follow",
+        ),
+        ("{{ raise_exception('no') }}", "refuses these messages"),
+    ],
+    ids=["tools", "plain", "one end", "no end", "refusal"],
+)
+def test_a_template_that_cannot_continue_is_said(template: str, words: str | None, tmp_path: Path) -> None:
+    place = Workplace(tmp_path, template)
+    note = place.talk.chat.note()
+    place.talk.close()
+    assert (note is None) if words is None else (note is not None and words in note), note

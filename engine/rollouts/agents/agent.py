@@ -70,10 +70,12 @@ def read_agent(
         raise UserError(described)
     if ENVIRONMENT not in config.rollout.rewards:
         say("note: what rollout.agent returns is no reward, as rollout.rewards does not have environment")
-    if (note := timeout_note(config, launch.world_size)) is not None:
-        say(note)
+    chat = AgentChat(tokenizer, completion_ends(model.path, tokenizer), rollout.tool_format)
+    for note in (timeout_note(config, launch.world_size), chat.note() if launch.rank == 0 else None):
+        if note is not None:
+            say(f"note: {note}")
     return Agent(
-        chat=AgentChat(tokenizer, completion_ends(model.path, tokenizer), rollout.tool_format),
+        chat=chat,
         name=rollout.agent,
         tasks=tuple(described) if isinstance(described, list) else (),
     )
@@ -90,7 +92,7 @@ def timeout_note(config: RunConfig, world_size: int) -> str | None:
     if config.rollout.server is not None or copies == 1 or longest <= waits:
         return None
     return (
-        f"note: rollout.agent_timeout is {longest:g} s, and the {copies} copies of the model wait for each other for "
+        f"rollout.agent_timeout is {longest:g} s, and the {copies} copies of the model wait for each other for "
         f"train.collective_timeout, {waits:g} s, so that a conversation which takes longer than that may end the run: "
         "raise train.collective_timeout, or lower rollout.agent_timeout"
     )

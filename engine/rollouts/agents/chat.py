@@ -7,10 +7,12 @@ from typing import Any
 
 from engine.choices import ToolFormat
 from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
 from engine.rollouts.turns.stand_ins import StandIns
 from engine.rollouts.turns.tool_calls import Turn, format_of_template, parse_turn
 
 Schemas = Sequence[Mapping[str, Any]]
+_WORDS = "Following words"
 
 
 class AgentChat:
@@ -38,6 +40,22 @@ class AgentChat:
     def between(self, messages: Sequence[dict[str, Any]], *, ended: bool) -> list[int]:
         """Returns the token ids behind a turn; see `StandIns.between`."""
         return self._stand_ins.between(messages, ended=ended)
+
+    def note(self) -> str | None:
+        """Returns a note on a template by which a conversation cannot be continued; None where it can, or where there
+        is no template, so that programs send texts or token ids."""
+        if not self._tokenizer.has_chat_template:
+            return None
+        try:
+            if _WORDS in self._tokenizer.show(self.between([{"role": "user", "content": _WORDS}], ended=True)):
+                return None
+            why = "a user's message behind a turn is not in what it writes behind the turn"
+        except UserError as error:
+            why = str(error).rstrip(".")
+        return (
+            f"the chat template cannot continue a conversation ({why}): set data.chat_template to one that can, where "
+            "rollout.agent sends messages"
+        )
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text that is continued."""

@@ -56,6 +56,11 @@ class StandIns:
                 )
             return whole[len(before) :]
         places = [place for place, token in enumerate(whole) if token in self._ends]
+        if len(places) < ends:
+            raise UserError(
+                "the chat template ends a turn with fewer tokens where other messages follow: set data.chat_template "
+                "to one that does not."
+            )
         return whole[places[ends - 1] + ended :]
 
 

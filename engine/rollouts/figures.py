@@ -90,7 +90,8 @@ def completion_figures(
     whole = [one for one in completions if not one.failed]
     truncated = np.array([one.truncated for one in whole], dtype=np.bool_)
     # of no completion but failed ones there is no length
-    lengths = np.array([one.num_sampled for one in whole] or [np.nan], dtype=np.float64)
+    counts: list[float] = [one.num_sampled for one in whole]
+    lengths = np.array(counts or [float("nan")], dtype=np.float64)
     ended = lengths[~truncated] if whole and not truncated.all() else np.zeros(1)
     for kind, some in (("length", lengths), ("terminated_length", ended)):
         for name, value in (("mean", some.mean()), ("min", some.min()), ("max", some.max())):

@@ -532,7 +532,8 @@ class RolloutSource:
             seq_length=config.data.seq_length,
             packing=config.data.packing is True,
         )
-        if given_logps := {name: np.concatenate(found) for name, found in known.items() if found}:
+        given_logps: dict[str, Any] = {name: np.concatenate(found) for name, found in known.items() if found}
+        if given_logps:
             columns = dataset.extra(CompletionColumns)
             assert columns is not None
             dataset.put(replace(columns, **given_logps))

@@ -64,6 +64,13 @@ def door(prompt, number, base_url, api_key, model):
     return {"reward": float(opened > 0), "metrics": {"opened": opened}}
 
 
+def warm(prompt, number, base_url, api_key, model):
+    """Wants another temperature than the run's."""
+    answers, opened = talk(prompt, base_url, api_key, model, temperature=0.3)
+    record(number, answers)
+    return float(opened > 0)
+
+
 def parallel(prompt, number, base_url, api_key, model):
     """Three conversations at once, of which one is told apart by its first message."""
     found = {}

@@ -183,14 +183,14 @@ class Failures:
         if left := [len(places) for _, places in frequent[_KINDS:]]:
             yield f"{self._name} gave no reward for {sum(left)} other completions, for {len(left)} other reasons"
         if self.of_calls:
-            count, why = self.of_calls[0]
+            count, failure = self.of_calls[0]
             times = f" ({len(self.of_calls)} times)" if len(self.of_calls) > 1 else ""
             advice = "correct it, as each completion now costs a call of its own"
-            if why.hung:
+            if failure.hung:
                 advice = "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out"
             yield (
-                f"{self._name} was given {count} completions at once, and {why}{times}, but it scored each by itself: "
-                f"{advice}"
+                f"{self._name} was given {count} completions at once, and {failure}{times}, but it scored each by "
+                f"itself: {advice}"
             )
 
 

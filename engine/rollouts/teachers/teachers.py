@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +61,7 @@ class Teachers:
                 built.append(stages)
         if config.distillation.whole:
             training.stages.prepare = TeacherPasses(built, training.stages.models()[-1].config.vocab_size).taught
-        identities: list[str | None] = broadcast_object(found)
-        self.identities = identities
+        self.identities = cast(list[str | None], broadcast_object(found))
         """Hashes that tell one content of each teacher from another; None where there is no content of its own, or none
         is known."""
 

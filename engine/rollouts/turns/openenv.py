@@ -194,7 +194,7 @@ def _client_of(url: str) -> Any:
             f"openenv:{url} needs the package openenv, which cannot be imported ({error}): pip install openenv"
         ) from None
 
-    class Client(GenericEnvClient):  # type: ignore[misc]
+    class Client(GenericEnvClient):
         within_episode = False
 
         async def _connect_async(self) -> Any:
@@ -225,7 +225,8 @@ def _text(result: Any) -> str:
 def _of_tool(result: Any) -> str:
     """Returns the result of a tool as text: the texts among the parts of MCP's results, anything else in JSON."""
     if isinstance(result, dict) and isinstance(result.get("content"), list):
-        texts = [part.get("text") for part in result["content"] if isinstance(part, dict)]
-        if texts and all(isinstance(text, str) for text in texts):
+        found = [part.get("text") for part in result["content"] if isinstance(part, dict)]
+        texts = [text for text in found if isinstance(text, str)]
+        if texts and len(texts) == len(found):
             return "\n".join(texts)
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

@@ -103,7 +103,7 @@ def _schema(hint: Any) -> dict[str, Any]:
             raise NoSchema(f"{hint} is a tuple whose items are not each described: use a list")
         return {"type": "array", "prefixItems": [_schema(one) for one in arguments]}
     if origin is dict:
-        found = {"type": "object"}
+        found: dict[str, Any] = {"type": "object"}
         if len(arguments) == 2:
             found["additionalProperties"] = _schema(arguments[1])
         return found

@@ -196,7 +196,7 @@ def _of_value(value: Any, *keys: str) -> ToolCall:
     name = value.get("name")
     if not isinstance(name, str):
         return ToolCall(name="", problem="The call has no name.")
-    arguments = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     if isinstance(arguments, str):  # some models write the arguments as JSON in a text
         arguments = _json(arguments)
     if not isinstance(arguments, dict):

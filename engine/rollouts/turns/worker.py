@@ -74,6 +74,7 @@ def _loaded(wanted: Mapping[str, Any]) -> Host | str:
         if parsed.server is not None:
             found.append(partial(OpenEnvironment, parsed.server))
             continue
+        assert parsed.file is not None, "the entries of a Python program are called there"
         try:
             found.append(load_object(Path(parsed.file), parsed.name))
         except BaseException as error:  # the user's module may raise anything, and call sys.exit

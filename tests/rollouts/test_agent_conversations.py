@@ -301,6 +301,18 @@ def test_limits_of_a_conversation(tmp_path: Path) -> None:
     assert found[1][0] == 400 and "rollout.max_turns" in found[1][1]["message"]
 
 
+def test_a_loop_without_end_has_an_end(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.rollouts.agents.conversation._MOST_TURNS", 3)
+    found = []
+
+    def client(place: Workplace, key: str) -> dict[str, Any]:
+        found.extend(place.ask(key, messages=HI) for _ in range(4))
+        return done()
+
+    place.converse(client, ["a", "b", "c"])
+    assert [one[0] for one in found] == [200, 200, 200, 400] and "has had 3 turns" in found[3][1]["message"]
+
+
 def test_settings_that_are_not_the_runs_are_said_once(place: Workplace) -> None:
     def client(place: Workplace, key: str) -> dict[str, Any]:
         body = {"top_p": 1, "presence_penalty": 1, "model": "gpt", "tool_choice": "required"}

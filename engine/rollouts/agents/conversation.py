@@ -29,12 +29,15 @@ from engine.rollouts.agents.messages import all_compared, parse_messages
 from engine.rollouts.agents.replies import Answered, message_of
 from engine.rollouts.agents.requests import Asked, Refusal
 from engine.rollouts.data.prompts import Prompt
-from engine.rollouts.data.routes import with_unknown
+from engine.rollouts.data.routes import after_turn, with_unknown
 from engine.rollouts.sampler import Dialogue, Sampled, Turns
 from engine.rollouts.turns.pool import EnvironmentPool, Programs, Seat
 from engine.rollouts.user_process import CallFailed
 
 _NOISES = 2047
+_MOST_TURNS = 4096
+"""Turns of a conversation where rollout.max_turns is not set: a program that asks in a loop without end would fill the
+memory with branches."""
 
 
 class AgentTalk:
@@ -196,13 +199,9 @@ class AgentConversation:
         message: dict[str, Any] = {"role": "assistant", "content": answered.text}
         if answered.turn is not None:
             message = parse_messages([message_of(answered.turn, answered.first_call)])[0]
-        if routes is not None and opened.before is not None and opened.before.routes is not None:
-            # those of earlier turns stay, by which their tokens were sampled
-            known = opened.before.routes
-            routes = np.concatenate((known, routes[len(known) :]))
         turn = Turn(
             prompt=base.prompt,
-            routes=routes,
+            routes=after_turn(None if opened.before is None else opened.before.routes, routes),
             tokens=(*base.tokens, *tokens),
             logps=(*base.logps, *logps),
             written=(*base.written, *[False] * len(tokens)),
@@ -300,8 +299,8 @@ class AgentConversation:
             Refusal, UserError: it cannot be answered.
         """
         asked, talk = pending.asked, self._talk
-        if talk.max_turns is not None and len(self._branches) >= talk.max_turns:
-            raise Refusal(f"the conversation has had its {talk.max_turns} turns, which are rollout.max_turns")
+        if len(self._branches) >= (most := talk.max_turns or _MOST_TURNS):
+            raise Refusal(f"the conversation has had {most} turns, and rollout.max_turns sets how many it may have")
         before, base = self._chat_base(asked) if asked.route == "chat" else self._token_base(asked)
         ids = base.ids
         self._require_known(ids)

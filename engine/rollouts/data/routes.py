@@ -86,6 +86,16 @@ def with_unknown(known: NDArray[Any], count: int) -> NDArray[Any]:
     return np.concatenate((known, np.full(rest, np.iinfo(known.dtype).max, dtype=known.dtype)))
 
 
+def after_turn(known: NDArray[Any] | None, found: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Returns the routes of a conversation after a turn; earlier tokens keep those by which they were sampled.
+
+    Args:
+        known: before it; None before the first turn.
+        found: of all tokens, the turn's included; None where they are not known.
+    """
+    return found if known is None or found is None else np.concatenate((known, found[len(known) :]))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteColumns(ExtraColumns):
     """The column of routes in a data set of completions.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine.errors import UserError
 from engine.rollouts.data.prompts import Prompt
-from engine.rollouts.data.routes import with_unknown
+from engine.rollouts.data.routes import after_turn, with_unknown
 from engine.rollouts.sampler import Dialogue, Sampled, Turns
 from engine.rollouts.turns.chat import ToolChat, tool_message
 from engine.rollouts.turns.pool import EnvironmentPool, Seat
@@ -152,10 +152,7 @@ class Conversation:
         talk = self._talk
         self._append(tokens, logps, written=False)
         self._turns += 1
-        if routes is not None:
-            # those of earlier turns stay, by which their tokens were sampled
-            known = routes[:0] if self._routes is None else self._routes
-            self._routes = np.concatenate((known, routes[len(known) :]))
+        self._routes = after_turn(self._routes, routes)
         if self._failure is not None:
             self._messages.append({"role": "assistant", "content": ""})
             return self._end()

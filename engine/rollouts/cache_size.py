@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from engine.config.rollout import RolloutOptions
 
+PREFILL_TOKENS = 4096
+"""Maximum tokens of the prompts that one pass computes, where they are several."""
+
 
 class CacheSize(NamedTuple):
     """See `engine.inference.model_part.InferenceStage`.

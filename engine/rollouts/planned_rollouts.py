@@ -40,11 +40,7 @@ from engine.planning.rank_layout import Layout, Samples, SamplesCost, Workload
 from engine.planning.recording import Recording
 from engine.planning.traced_batch import META
 from engine.planning.traces import counted_layout, rank_model, shape_layout
-from engine.rollouts.cache_size import cache_size
-
-PREFILL_TOKENS = 4096
-"""Of prompts in a pass; see `engine.rollouts.trained_sampler`."""
-
+from engine.rollouts.cache_size import PREFILL_TOKENS, cache_size
 
 _LAYER = re.compile(r"layers\.(\d+)\b")
 """The number in the name of a layer, or of a part of one."""
@@ -318,10 +314,13 @@ def _sampling(samples: Samples) -> Sampling:
 
 def _prompts_at_once(samples: Samples) -> int:
     """Returns the prompts of one pass: as many as have room in its tokens, and slots for their completions."""
-    if samples.options.takes_turns:
+    options = samples.options
+    if options.environment is not None or options.agent is not None:
         return 1
-    by_slots = max(1, samples.options.slots // samples.options.num_generations)
-    return min(by_slots, max(1, PREFILL_TOKENS // samples.prompt))
+    by_slots = max(1, options.slots // options.num_generations)
+    found = min(by_slots, max(1, PREFILL_TOKENS // samples.prompt))
+    # of tools, whose prompts begin together, longer rows that have as many tokens
+    return -(-found * samples.prompt // _prompt_length(samples))
 
 
 def _prompt_length(samples: Samples) -> int:

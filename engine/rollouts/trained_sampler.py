@@ -20,7 +20,7 @@ from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.inference.rows import Request
 from engine.inference.waiting_rows import RECOMPUTED
-from engine.rollouts.cache_size import cache_size
+from engine.rollouts.cache_size import PREFILL_TOKENS, cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import ConversationParts, Sampled
 from engine.rollouts.turns.feed import TurnFeed, leads
@@ -64,7 +64,7 @@ class TrainedSampler:
             max_new_tokens=rollout.max_completion_length,
             stop_ids=ends,
             slots=rollout.slots,
-            prefill_tokens=4096,
+            prefill_tokens=PREFILL_TOKENS,
         )
         self._sampling = Sampling(
             temperature=0.0 if greedy else rollout.temperature,

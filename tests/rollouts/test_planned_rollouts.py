@@ -161,6 +161,19 @@ def test_turns_take_passes() -> None:
     assert three.seconds == three.prefill + three.decode + three.between
 
 
+def test_prompts_of_tools_begin_together() -> None:
+    """Those of environments and agents one by one, as they come when these answer."""
+    found = {}
+    for name in ("tools", "environment", "agent"):
+        samples = _workload(LLAMA_3_8B, **{name: ("t.py:f",) if name == "tools" else "t.py:f"}).samples
+        assert samples is not None
+        found[name] = planned_rollouts._prompts_at_once(samples)
+        length = planned_rollouts._prompt_length(samples)
+        together = samples.options.slots // samples.options.num_generations * samples.prompt
+    assert found["environment"] == found["agent"] == 1
+    assert together <= 4096 and 0 <= found["tools"] * length - together < length
+
+
 def _taught(teachers: tuple[str, ...], **rollout: Any) -> Workload:
     found = _workload(LLAMA_3_8B, **rollout)
     same = Companion(found.decoder, TrainingPlan())

@@ -238,16 +238,19 @@ class RolloutSource:
             <= buffer.prompts.max()
             < len(self._loader.prompts.prompts),
             "tokens that the model does not have": 0 <= tokens.min() <= tokens.max() < size,
-            "experts of other tokens, or of another model": routes_fit(
-                self._routes,
-                [
-                    (one.routes, len(self._prompt_ids(buffer, place)) + len(one.tokens))
-                    for place, one in enumerate(buffer.completions)
-                ],
-            ),
         }
-        if (fault := next((name for name, fits in found.items() if not fits), None)) is not None:
+        fault = next((name for name, fits in found.items() if not fits), None)
+        if fault is None and not routes_fit(self._routes, self._route_counts(buffer)):
+            fault = "experts of other tokens, or of another model"
+        if fault is not None:
             raise UserError(f"{path} has {fault}, which this run cannot have sampled: use another checkpoint.")
+
+    def _route_counts(self, buffer: Buffer) -> list[tuple[NDArray[Any] | None, int]]:
+        """Returns the routes of each completion of a buffer, and the number of its tokens and its prompt's."""
+        return [
+            (one.routes, len(self._prompt_ids(buffer, place)) + len(one.tokens))
+            for place, one in enumerate(buffer.completions)
+        ]
 
     def _prompt_ids(self, buffer: Buffer, place: int) -> tuple[int, ...]:
         """Returns the tokens of the prompt that a completion of a buffer answers."""

@@ -243,6 +243,11 @@ def _check_whole(config: RunConfig) -> None:
         "distillation.whole is true, and rewards, objective.beta and distillation.discount belong to policy gradients: "
         "set rollout.rewards to [], and remove the others.",
     )
+    require(
+        config.rollout.mismatch != "correct",
+        "distillation.whole is true and rollout.mismatch is correct, but there are no importance weights in the "
+        "divergence of whole distributions: set rollout.mismatch to warn or stop.",
+    )
     unused = next((f"objective.{one.name}" for one in changed(objective) if one.name not in _WITH_WHOLE), None)
     if options.remainder != "renormalize":
         unused = "distillation.remainder"

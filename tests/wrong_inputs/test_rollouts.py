@@ -65,6 +65,16 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.overlap": True}, "rollout.overlap is true and rollout.server is not set"),
     ({"rollout.mismatch": "stop"}, "rollout.mismatch is set and rollout.server is not"),
     (
+        {
+            "rollout.server": "http://h",
+            "rollout.mismatch": "correct",
+            "rollout.rewards": [],
+            "distillation.teachers": ["/m"],
+            "distillation.whole": True,
+        },
+        "distillation.whole is true and rollout.mismatch is correct, but there are no importance weights",
+    ),
+    (
         {"rollout.server": "http://h", "rollout.mismatch": "ask"},
         "rollout.mismatch is 'ask', but one of warn, correct, stop is expected",
     ),

@@ -105,11 +105,13 @@ def test_a_tilde_is_the_home_in_every_path_of_a_run(monkeypatch: pytest.MonkeyPa
     """Given on the command line or in a file; what has no such home is refused, not made here."""
     home = _home(monkeypatch, tmp_path)
     texts = {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl", "rollout.rewards": "~/x.py:f"}
-    texts |= {"rollout.tools": "~/x.py:f", "rollout.environment": "~/x.py:F"}
+    texts |= {"rollout.tools": "~/x.py:f", "rollout.environment": "~/x.py:F", "rollout.agent": "~/x.py:F"}
     given = dict.fromkeys(PATH_OPTIONS, "~/x") | texts
     prompt = ["--train.sample_prompts=x", "--train.sample_every=1"]  # which the image belongs to
-    config = parse_config([*prompt, *(f"--{name}={value}" for name, value in given.items())])
-    assert "~" not in to_yaml(config) and to_yaml(config).count(str(home)) == len(PATH_OPTIONS)
+    together = {name: value for name, value in given.items() if name != "rollout.agent"}  # in place of the environment
+    for options in (together, {name: given[name] for name in ("model.path", "rollout.agent")}):
+        config = parse_config([*prompt, *(f"--{name}={value}" for name, value in options.items())])
+        assert "~" not in to_yaml(config) and to_yaml(config).count(str(home)) == len(options)
     (home / "run.yaml").write_text("model: {path: ~/x}\ncheckpoint: {dir: ~/run}\n", encoding="utf-8")
     assert parse_config(["--config=~/run.yaml"]).checkpoint.dir == str(home / "run")
     for name, value in given.items():

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.config.rollout import KEY_VARIABLE
-from engine.data.build import given_by
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
+from engine.data.record_files import expand_paths
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distillation.records import as_record
@@ -63,7 +63,9 @@ def distill(arguments: argparse.Namespace, launch: Launch) -> None:
         UserError: no such teacher or records, a server that cannot be used, or a file that cannot be written.
     """
     log = Log(launch.rank)
-    given_by(arguments.files)  # what is missing is refused before a model is read
+    for file in expand_paths(arguments.files):  # what is missing is refused before a model is read
+        if arguments.out.exists() and arguments.out.samefile(file):
+            raise UserError(f"--out is {arguments.out}, whose records are read: give the name of another file.")
     chat = ChatOptions(template=arguments.chat_template, arguments=arguments.chat_arguments)
     if arguments.server is not None:
         if launch.world_size > 1:

@@ -19,7 +19,11 @@ _OF_MODELS = ("model", "adapter", "step", "dtype", "base_dtype", "tensor")
 
 def build_parser(description: str | None) -> CommandLine:
     """Returns the parser with all options."""
-    names = STANDS_FOR | {"data.seq_length": "--seq-length", "data.format": "--format", "data.overlong": "--overlong"}
+    names = STANDS_FOR | {
+        "data.seq_length": "--seq-length", "data.format": "--format", "data.overlong": "--overlong",
+        "rollout.server": "--server", "rollout.server_kind": "--server-kind",
+        "rollout.server_timeout": "--server-timeout", "distillation.server_kind": "--server-kind",
+    }  # fmt: skip
     parser = CommandLine(description=description, stands_for=names)
     parser.add_argument(
         "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet or .csv files, or patterns with *"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine.config.command_line import named_as
 from engine.errors import UserError
 from engine.runtime.launch import Launch
 from rankfold.distill import build_parser
@@ -129,3 +130,21 @@ def test_wrong_options(more: tuple[str, ...], words: str, place: Path, tmp_path:
 def test_more_tokens_than_the_vocabulary_has(place: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--top-k is 40, but the teacher's vocabulary has 16 entries"):
         distil(words_of(place, tmp_path / "out", "--model", place / "teacher", "--top-k", 40))
+
+
+def test_records_are_not_written_over(place: Path, tmp_path: Path) -> None:
+    """A record of another form would be lost."""
+    file = tmp_path / "records.jsonl"
+    file.write_bytes((place / "ids.jsonl").read_bytes())
+    other = tmp_path / "other.jsonl"
+    other.symlink_to(file)
+    for out in (file, other):
+        with pytest.raises(UserError, match="whose records are read: give the name of another file"):
+            distil([str(file), "--out", str(out), "--model", str(place / "teacher"), "--top-k", str(TOP)])
+    assert file.read_bytes() == (place / "ids.jsonl").read_bytes()
+
+
+def test_a_server_that_is_not_there_is_named_by_its_flag(place: Path, tmp_path: Path) -> None:
+    words = words_of(place, tmp_path / "out", "--server", "http://127.0.0.1:9", "--tokenizer", place / "teacher")
+    with pytest.raises(UserError, match="or correct --server"), named_as(build_parser().stands_for):
+        distil(words)

@@ -52,7 +52,8 @@ class CheckpointOptions:
         require_positive("checkpoint.timeout", self.timeout, "use for example 300")
         require(
             self.best == "loss" or all(self.best.partition("/")),
-            f"checkpoint.best is {self.best!r}, but loss or TASK/METRIC is expected: use for example arc_easy/acc.",
+            f"checkpoint.best is {self.best!r}, but loss, TASK/METRIC or eval/FIGURE is expected: use for "
+            "example arc_easy/acc, or eval/reward of sampled completions.",
         )
         require(
             self.best == "loss" or self.keep_best,

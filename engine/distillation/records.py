@@ -77,6 +77,11 @@ def parse_taught(place: Place, record: Record) -> TaughtSample:
 
 
 def _entries(place: Place, record: Record) -> tuple[str, list[Any]]:
+    forms = [name for name in ("target_token_ids", "prompt_logprobs") if name in record]
+    if len(forms) > 1 or {"target_logprobs", "logprobs"} <= record.keys():
+        raise place.error(
+            f"the record has a teacher's tokens in several forms, in the fields {listed(record)}: keep one of them."
+        )
     if "target_token_ids" in record:
         logps = "target_logprobs" if "target_logprobs" in record else "logprobs"
         ids, numbers = (_list_in(place, record, field) for field in ("target_token_ids", logps))
@@ -163,7 +168,7 @@ def _likely(place: Place, field: str, entry: Any) -> Likely:
     ids = [token for token, _ in found]
     problem = None
     if not found:
-        problem = "has no tokens with log-probabilities"
+        problem = "has no tokens, each with a log-probability"
     elif not all(is_integer(token) and 0 <= token <= _MOST_ID for token in ids):
         problem = "has token ids that are no integers from 0"
     elif len(set(ids)) < len(ids):

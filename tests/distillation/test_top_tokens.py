@@ -101,10 +101,11 @@ def test_layouts_agree(layout: str, place: Path, tmp_path: Path) -> None:
         ({"target_logprobs": [[-0.5, 0.5]]}, "has log-probabilities that are no numbers up to 0"),
         ({"target_logprobs": [[-0.5, -(10**400)]]}, "has log-probabilities that are no numbers up to 0"),
         ({"target_logprobs": [[-0.1, -0.1]]}, "has probabilities that add up to 1.810"),
-        ({"target_logprobs": [[-0.5]]}, "has no tokens with log-probabilities"),
+        ({"prompt_logprobs": [None, None, {"5": -0.5}]}, "has a teacher's tokens in several forms, in the fields"),
+        ({"target_logprobs": [[-0.5]]}, "has no tokens, each with a log-probability"),
         ({"target_logprobs": []}, "'target_token_ids' has 1 entries and field 'target_logprobs' 0"),
     ],
-    ids=["vocabulary", "twice", "below 0", "above 0", "no float", "sum", "fewer", "none"],
+    ids=["vocabulary", "twice", "below 0", "above 0", "no float", "sum", "two forms", "fewer", "none"],
 )
 def test_records_that_cannot_be(change: dict[str, Any], words: str, place: Path, tmp_path: Path) -> None:
     record = {

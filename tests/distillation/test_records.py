@@ -92,7 +92,7 @@ def test_a_truncated_text_keeps_the_tokens_of_its_targets(tokenizer: Any, tmp_pa
         ({"prompt_logprobs": [{"-2": -0.1}, {"1": -1}]}, "token ids that are no integers from 0"),
         ({"logprobs": [[AXOLOTL[0][0]] * 2, AXOLOTL[1]]}, "has a token twice"),
         ({"target_token_ids": [[1]], "target_logprobs": []}, "has 1 entries and field 'target_logprobs' 0"),
-        ({"target_token_ids": [[1], [2, 3]], "target_logprobs": [[-1], [-1]]}, "has no tokens with"),
+        ({"target_token_ids": [[1], [2, 3]], "target_logprobs": [[-1], [-1]]}, "has no tokens, each with"),
     ],
 )
 def test_malformed_records(change: dict[str, Any], words: str, tokenizer: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.config.rollout import RolloutOptions
-from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs, Seat
+from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs, Seat, workers_note
 from engine.rollouts.turns.worker import Host, host_of
 from engine.rollouts.user_process import CallFailed
 
@@ -122,6 +122,12 @@ def test_tools_are_described(pool: EnvironmentPool) -> None:
     found = pool.describe()
     assert isinstance(found, Description) and found.rewards
     assert [one["function"]["name"] for one in found.schemas] == ["multiply", "adds", "fails", "waits"]
+
+
+def test_slots_that_stay_empty_are_noted(file: Path) -> None:
+    assert "30 of 32 rollout.slots stay empty" in str(workers_note(options(file)))
+    for changes in ({"slots": 2}, {"environment_workers": None}, {"environment": None, "environment_workers": 1}):
+        assert workers_note(options(file, **changes)) is None
 
 
 def test_a_conversation_has_its_environment(pool: EnvironmentPool) -> None:

@@ -17,7 +17,7 @@ from engine.errors import UserError
 from engine.rollouts.agents.chat import AgentChat
 from engine.rollouts.agents.conversation import AgentTalk
 from engine.rollouts.ends import completion_ends
-from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs
+from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs, workers_note
 from engine.rollouts.user_process import CallFailed
 from engine.runtime.launch import Launch
 
@@ -71,7 +71,8 @@ def read_agent(
     if ENVIRONMENT not in config.rollout.rewards:
         say("note: what rollout.agent returns is no reward, as rollout.rewards does not have environment")
     chat = AgentChat(tokenizer, completion_ends(model.path, tokenizer), rollout.tool_format)
-    for note in (timeout_note(config, launch.world_size), chat.note() if launch.rank == 0 else None):
+    of_template = chat.note() if launch.rank == 0 else None
+    for note in (timeout_note(config, launch.world_size), workers_note(rollout), of_template):
         if note is not None:
             say(f"note: {note}")
     return Agent(

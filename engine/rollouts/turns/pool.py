@@ -259,6 +259,19 @@ class EnvironmentPool:
         self.close()
 
 
+def workers_note(options: RolloutOptions) -> str | None:
+    """Returns a note where there are fewer processes than slots, so that some of these stay empty; None elsewhere."""
+    workers, slots = options.environment_workers, options.slots
+    own = options.environment is not None or options.agent is not None
+    if not own or workers is None or workers >= slots:
+        return None
+    return (
+        f"rollout.environment_workers is {workers}, which is how many conversations are under way at a time, so that "
+        f"{slots - workers} of {slots} rollout.slots stay empty: raise it where the machine has room for more "
+        "processes, or lower rollout.slots"
+    )
+
+
 def _seat(options: RolloutOptions, programs: Programs) -> Seat:
     names = [text for _, text in options.named_programs]
     if any(text.startswith(IN_PROGRAM) for text in names):

@@ -14,7 +14,7 @@ from engine.errors import UserError
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.turns.chat import ToolChat
 from engine.rollouts.turns.conversation import Talk
-from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs
+from engine.rollouts.turns.pool import Description, EnvironmentPool, Programs, workers_note
 from engine.runtime.launch import Launch
 
 
@@ -82,6 +82,7 @@ def read_tools(
         say(f"note: get_reward of {rollout.environment} is not called, as rollout.rewards does not have environment")
     ends = completion_ends(model.path, tokenizer)
     chat = ToolChat(tokenizer, ends, described.schemas, rollout.tool_format)
-    for note in chat.check():
-        say(f"note: {note}")
+    for note in (*chat.check(), workers_note(rollout)):
+        if note is not None:
+            say(f"note: {note}")
     return Tools(chat=chat, rewards=described.rewards and ENVIRONMENT in rollout.rewards, programs=programs)

@@ -69,7 +69,7 @@ def _computed(routing: str, first: int, last: int, total: int, ep: Axis) -> Seen
     layout = TensorLayout(experts=ExpertAxes(ep=ep, tp=Axis("tp"), data="edp"))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     sizes = RoutedSizes(rule=rule, intermediate=20)
-    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, first_site=3, shared_site=9, build=build)
+    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, layer=0, first_site=3, shared_site=9, build=build)
     entries = [entry for entry in shard_entries(mlp) if ".experts." in entry.name]
     with torch.no_grad():
         for entry in entries:

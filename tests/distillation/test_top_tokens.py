@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, object]] = {
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor and sequence": (2, {"parallel.tensor": 2}),
     "tensor": (2, {"parallel.tensor": 2, "parallel.sequence": "false"}),
-    "tensor, packed": (2, {"parallel.tensor": 2, "data.packing": "true", "train.global_batch_size": 4}),
+    "tensor, packed": (2, {"parallel.tensor": 2, "data.packing": "true", "train.global_batch_size": 6}),
     "pipeline": (2, {"parallel.pipeline": 2, "parallel.virtual": 1}),
     "interleaved, recomputed": (2, {"parallel.pipeline": 2, "parallel.virtual": 2, "memory.recompute": "full"}),
     "v": (2, {"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "zb_v"}),

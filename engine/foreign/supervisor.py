@@ -29,6 +29,18 @@ STOPPING = platforms.signals("SIGINT", "SIGTERM", "SIGUSR1")
 """Signals that a scheduler may send to all processes of a run: they end no supervisor, but what started it."""
 
 
+def serve_supervised(serve: Callable[[int, int], None], descriptor: int, lifeline: int, parent: int) -> NoReturn:
+    """Runs a service in a process below this one, and ends with all that it starts; see `supervise`.
+
+    Args:
+        serve: gets the descriptor, and this process's id, with which it ends.
+        descriptor: of a socket.
+        lifeline, parent: as of `supervise`.
+    """
+    own = os.getpid()
+    supervise(lambda: serve(descriptor, own), descriptors=[descriptor], lifeline=lifeline, parent=parent)
+
+
 def supervise(child: Callable[[], None], *, descriptors: Sequence[int], lifeline: int, parent: int) -> NoReturn:
     """Calls `child` in a process of its own, and ends as that does, when nothing that it started is left. To be called
     in a process that has no other threads.

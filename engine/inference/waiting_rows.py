@@ -1,8 +1,8 @@
 """The rows of conversations between two turns: they wait in the cache, and the next turn computes its new tokens alone.
 
 A conversation that waits for its next prompt has no slot: its row lies in one of the cache's places for rows that wait.
-There is a place for every conversation that may be under way, which has it until it is said to have ended, and a first
-prompt begins when there is one for it. So what is kept of a row follows from its tokens and never from the time at
+There is a place for every conversation that may be under way, which keeps it until it ends, and a first prompt begins
+when there is one for it. So what is kept of a row follows from its tokens and never from the time at
 which prompts come, and neither do its bits: a turn has a pass of its own, as has a first prompt. Only those share one
 that begin before any other, of prompts that are known from the start.
 

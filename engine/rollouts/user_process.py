@@ -28,7 +28,8 @@ from engine.telemetry.torchrun import without_rank
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); import importlib; "
-    "importlib.import_module(sys.argv[2]).run(*map(int, sys.argv[3:]))"
+    "from engine.foreign.supervisor import serve_supervised; "
+    "serve_supervised(importlib.import_module(sys.argv[2]).serve, *map(int, sys.argv[3:]))"
 )
 _GONE_SECONDS = 2.0
 """Seconds that a process that has closed its connection gets to exit, before it is killed."""
@@ -50,7 +51,7 @@ class UserProcess:
     """One process; started where it is first asked, and again after a failure.
 
     Args:
-        module: its `run` gets the descriptors of the socket and of the lifeline, and the id of this process.
+        module: its `serve` is called below a supervisor; see `engine.foreign.supervisor.serve_supervised`.
     """
 
     def __init__(self, module: str) -> None:

@@ -119,7 +119,7 @@ class Ledger:
         """Refuses tokens of weights that the run has not recorded.
 
         Args:
-            found: the weights that are said to have sampled them.
+            found: the weights that are recorded as having sampled them.
             what: has the tokens, for a message.
 
         Raises:

@@ -182,7 +182,7 @@ def test_sampled_completions_are_learned_by_trls_divergence(
 
 
 def test_the_plan_counts_the_outputs_that_are_kept(place: Path, tmp_path: Path) -> None:
-    """Of all micro-batches of a step, whose rows are as long as they may be."""
+    """All micro-batches of a step count, whose rows are as long as they may be."""
     settings = taught_settings(
         place, checkpoint__dir=tmp_path / "run", distillation__teachers=f"[{place / 'teacher'}]", data__seq_length=13,
         data__packing="true", train__global_batch_size=4,

@@ -145,7 +145,7 @@ def _whole(folder: Path, world: int) -> Whole:
 
 @pytest.mark.parametrize("moment", sampled(MOMENTS, QUICK))
 def test_a_killed_rank_loses_nothing(moment: float, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Of a run on one rank, or of one on two, first one and then the other."""
+    """The run has one rank, or two, of which first one is killed and then the other."""
     place = MOMENTS.index(moment)
     count, expected, events = request.getfixturevalue("both" if place % 2 else "alone")
     rank = place // 2 % count

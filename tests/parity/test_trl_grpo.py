@@ -191,8 +191,8 @@ MOVING_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 @pytest.mark.parametrize("layout", sampled(MOVING_LAYOUTS, ("one-process", "data-2-sharded")))
 def test_a_reference_that_moves_is_trls(layout: str, workspace: Path) -> None:
-    """Of all parameters, as TRL refuses it with adapters. The reference of step 7 has moved three times; where it
-    stays, or is moved a step later, the divergences differ."""
+    """All parameters are trained, as TRL refuses it with adapters. The reference of step 7 has moved three times; where
+    it stays, or is moved a step later, the divergences differ."""
     job, steps = JOBS["moving reference"], 7
     expected = theirs(workspace, "moving reference", steps)
     world, changes = MOVING_LAYOUTS[layout]

@@ -99,7 +99,7 @@ def test_bfloat16(kernels: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_continued_is_computed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model in transformers' own modules whose layers keep more than keys and values; a note says so."""
+    """Takes a model in transformers' own modules whose layers keep more than keys and values; a note says so."""
     settings = family_settings(tmp_path, "lfm2", tools=True, model__implementation="adopted", data__packing="false")
     found = talked(settings)
     assert found.notes[-1] == RECOMPUTED

@@ -129,7 +129,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("package")
 def test_a_conversation_ends_where_the_environment_says_so(tmp_path: Path) -> None:
-    """Of a whole rollout: the call by which a door opens is the last of its completion, and its result is left out."""
+    """The call by which a door opens is the last of its completion, in a whole rollout, and its result is left out."""
     settings = tool_settings(tmp_path, train__steps=1, rollout__show=0)
     with OpenEnvStandIn(rewards=(0.0, 1.0), opens_at=2) as server, ExitStack() as stack:
         settings["rollout.environment"] = f"openenv:{server.url}"

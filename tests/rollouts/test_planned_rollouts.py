@@ -145,7 +145,7 @@ def test_a_pass_between_turns_is_that_of_a_run(run: PreparedRun) -> None:
 
 
 def test_turns_take_passes() -> None:
-    """Of 64 completions with 3 turns, 128 passes of results; each costs what the host takes to launch it at least."""
+    """With 64 completions of 3 turns, 128 passes of results; each costs what the host takes to launch it at least."""
     one = predict_rollout(_workload(LLAMA_3_8B), Layout(), H100)
     three, usual = (
         predict_rollout(_workload(LLAMA_3_8B, tools=("t.py:f",), max_turns=turns), Layout(), H100)
@@ -280,7 +280,7 @@ def test_a_pass_reads_weights_and_pages_once() -> None:
 
 
 def test_the_choice_of_tokens_is_counted() -> None:
-    """Of 64 rows with 128,256 scores in bfloat16: they are widened to fp32, read once to draw, with 32 random bits for
+    """With 64 rows of 128,256 scores in bfloat16: they are widened to fp32, read once to draw, with 32 random bits for
     each in registers, and once as they are for the log-probabilities. With top_p the scores are sorted too."""
     cost = predict_rollout(_workload(LLAMA_3_8B), Layout(), None)
     scores = 64 * 128_256

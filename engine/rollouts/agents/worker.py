@@ -16,13 +16,11 @@ import re
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.config.rollout import LARGEST_REWARD, NamedObject
-from engine.files import platforms
-from engine.foreign.supervisor import supervise
 from engine.rollouts.agents.verifiers_agent import VerifiersAgent
-from engine.rollouts.rewards.worker import answering, described_error, load_object
+from engine.rollouts.rewards.worker import answering, described_error, limit_memory, load_object
 from engine.sentences import on_one_line
 
 ENDPOINT = ("base_url", "api_key", "model")
@@ -30,18 +28,6 @@ ENDPOINT = ("base_url", "api_key", "model")
 MOST_METRICS = 64
 """Maximum number of metrics."""
 _NAME = re.compile(r"[\w.@ /-]{1,80}", re.ASCII)
-
-
-def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
-    """Runs `serve` in a process below this one, and ends with all that it starts; see `engine.foreign.supervisor`.
-
-    Args:
-        descriptor: of the socket.
-        lifeline: of a pipe's end for reading; everything ends when the other end is closed.
-        parent: process id of the caller; everything ends with it.
-    """
-    own = os.getpid()
-    supervise(lambda: serve(descriptor, own), descriptors=[descriptor], lifeline=lifeline, parent=parent)
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -54,9 +40,7 @@ def serve(descriptor: int, parent: int) -> None:
     """
     with answering(descriptor, parent) as (receive, answer):
         wanted = receive()
-        if wanted["memory"] is not None:
-            limit = (wanted["memory"], wanted["memory"])
-            platforms.resource.setrlimit(platforms.resource.RLIMIT_AS, limit)
+        limit_memory(wanted["memory"])
         agent = _loaded(wanted["agent"])
         answer({"problem": agent} if isinstance(agent, str) else {"schemas": [], "rewards": True})
         while not isinstance(agent, str):

@@ -24,31 +24,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.config.rollout import LARGEST_REWARD
+from engine.files import platforms
 from engine.foreign.frames import receive_bytes, send_frame
 from engine.foreign.streams import LimitedStream
-from engine.foreign.supervisor import STOPPING, supervise
+from engine.foreign.supervisor import STOPPING
 from engine.rollouts.rewards.built_in import Reward, built_in
 from engine.sentences import listed, on_one_line
 from engine.telemetry.ending import end_with_parent
 
 REQUEST_BYTES = 1 << 40
 """Maximum bytes of a request, which is as long as the run's prompts and completions: this process trusts its caller."""
-
-
-def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
-    """Runs `serve` in a process below this one, and ends with all that the functions start; see
-    `engine.foreign.supervisor`.
-
-    Args:
-        descriptor: of the socket.
-        lifeline: of a pipe's end for reading; everything ends when the other end is closed.
-        parent: process id of the caller; everything ends with it.
-    """
-    own = os.getpid()
-    supervise(lambda: serve(descriptor, own), descriptors=[descriptor], lifeline=lifeline, parent=parent)
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -93,6 +81,12 @@ def answering(descriptor: int, parent: int) -> Iterator[tuple[Callable[[], Any],
             send_frame(stream, message)
 
         yield lambda: json.loads(receive_bytes(stream)), answer
+
+
+def limit_memory(most_bytes: int | None) -> None:
+    """Limits the address space of this process; None for no limit."""
+    if most_bytes is not None:
+        platforms.resource.setrlimit(platforms.resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 
 def ignore_signals() -> None:

@@ -13,34 +13,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.config.rollout import LARGEST_REWARD, NamedObject
-from engine.files import platforms
-from engine.foreign.supervisor import supervise
-from engine.rollouts.rewards.worker import answering, described_error, load_object
+from engine.rollouts.rewards.worker import answering, described_error, limit_memory, load_object
 from engine.rollouts.turns.openenv import EpisodeLost, OpenEnvironment
 from engine.rollouts.turns.schemas import NoSchema, tool_schema
 
 LONGEST_RESULT = 1 << 20
 """Maximum characters of a result; what is behind them is cut off."""
-
-
-def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
-    """Runs `serve` in a process below this one, and ends with all that it starts; see `engine.foreign.supervisor`.
-
-    Args:
-        descriptor: of the socket.
-        lifeline: of a pipe's end for reading; everything ends when the other end is closed.
-        parent: process id of the caller; everything ends with it.
-    """
-    own = os.getpid()
-    supervise(lambda: serve(descriptor, own), descriptors=[descriptor], lifeline=lifeline, parent=parent)
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -53,9 +38,7 @@ def serve(descriptor: int, parent: int) -> None:
     """
     with answering(descriptor, parent) as (receive, answer):
         wanted = receive()
-        if wanted["memory"] is not None:
-            limit = (wanted["memory"], wanted["memory"])
-            platforms.resource.setrlimit(platforms.resource.RLIMIT_AS, limit)
+        limit_memory(wanted["memory"])
         host = _loaded(wanted)
         answer({"problem": host} if isinstance(host, str) else host.description())
         while not isinstance(host, str):

@@ -18,6 +18,7 @@ from typing import ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from engine.branches import Parents
 from engine.kernels.records import Documents
 from engine.zigzag import ContextPlan
 
@@ -155,9 +156,12 @@ class Batch:
             where the row is shorter.
         loss_weights_BS: float32 weight of each target; exactly 0 where the label is IGNORE_LABEL.
         document_offsets: int32 [D + 1], cumulative lengths of the documents over the flattened T tokens, from 0 to T.
-            Attention never crosses them. Every row starts a document; padding at a row's end belongs to its last one.
+            Attention never crosses them, but where a document continues another. Every row starts a document; padding
+            at a row's end belongs to its last one.
         document_lengths: the same on the host, which avoids waiting for the device. Both are those of the whole
             rows, also where this rank holds some columns only.
+        document_parents: the document that each one continues, where documents with the same beginning are computed as
+            a tree; see `engine.branches`.
         context_plan: which tokens this rank holds and which attend to which, where rows are split over context-parallel
             ranks; None where they are whole.
         parts: data beside the tokens, at most one of each class; see `part`.
@@ -170,6 +174,7 @@ class Batch:
     loss_weights_BS: Tensor
     document_offsets: Tensor
     document_lengths: tuple[int, ...]
+    document_parents: Parents = ()
     context_plan: ContextPlan | None = None
     parts: tuple[BatchPart, ...] = ()
 
@@ -198,7 +203,9 @@ class Batch:
     def documents(self) -> Documents:
         """The documents of the whole rows as attention takes them."""
         # where only the device knows the lengths: no document crosses a row, and rows are whole
-        found = Documents.of_rows(self.document_lengths, self.document_offsets, row_length=self.row_length)
+        found = Documents.of_rows(
+            self.document_lengths, self.document_offsets, row_length=self.row_length, parents=self.document_parents
+        )
         for part in self.parts:
             found = part.attended(found)
         return found

@@ -134,14 +134,18 @@ class Documents:
             The last one may be repeated: the repeats are documents of no tokens.
         max_length: no document is longer.
         seen_whole: tokens that see later tokens too; None where none does.
+        parents: the document that each one continues, whose tokens its own see too; see `engine.branches`.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor | None
     max_length: int
     seen_whole: SeenWhole | None = None
+    parents: tuple[int, ...] = ()
 
     @classmethod
-    def of_rows(cls, lengths: tuple[int, ...], offsets: Tensor | None = None, *, row_length: int) -> Documents:
+    def of_rows(
+        cls, lengths: tuple[int, ...], offsets: Tensor | None = None, *, row_length: int, parents: tuple[int, ...] = ()
+    ) -> Documents:
         """Returns the documents of rows, none of which crosses a row."""
-        return cls(lengths=lengths, offsets=offsets, max_length=max(lengths, default=row_length))
+        return cls(lengths=lengths, offsets=offsets, max_length=max(lengths, default=row_length), parents=parents)

@@ -26,6 +26,7 @@ LEVELS = {
     "engine.sentences": 1,
     "engine.size_limits": 1,
     "engine.zigzag": 1,
+    "engine.branches": 1,
     "engine.config": 1,
     "engine.telemetry": 1,
     "engine.batch": 2,
@@ -63,7 +64,7 @@ LEVELS = {
 }
 FOR_ALL = (
     "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",
-    "engine.seams", "engine.sentences", "engine.zigzag",
+    "engine.seams", "engine.sentences", "engine.zigzag", "engine.branches",
 )  # fmt: skip
 """Records and helpers that every part of the engine may name, also on their own level."""
 

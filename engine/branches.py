@@ -47,6 +47,32 @@ def depths(parents: Parents) -> tuple[int, ...]:
     return tuple(found)
 
 
+def paths(parents: Parents, count: int) -> tuple[tuple[int, ...], ...]:
+    """Returns, for each of `count` documents, those that it continues, directly or not, from the root on.
+
+    Args:
+        parents: of each of them; () where none continues another.
+    """
+    found: list[tuple[int, ...]] = []
+    for parent in parents or (-1,) * count:
+        found.append(() if parent < 0 else (*found[parent], parent))
+    return tuple(found)
+
+
+def first_positions(lengths: tuple[int, ...], parents: Parents) -> tuple[int, ...]:
+    """Returns the position of each document's first token: how many tokens lie before it in the documents that it
+    continues.
+
+    Args:
+        lengths: tokens of the documents, which lie one after the other.
+        parents: of each of them; () where none continues another.
+    """
+    found: list[int] = []
+    for parent in parents or (-1,) * len(lengths):
+        found.append(0 if parent < 0 else found[parent] + lengths[parent])
+    return tuple(found)
+
+
 def continuations(lengths: tuple[int, ...], parents: Parents) -> tuple[Span, ...]:
     """Returns the tokens of all documents that continue each document, directly or not: a span behind it, maybe empty.
 

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
-from engine.branches import check_parents, continuations, depths, levels, shifted
-
-
-def _random_tree(seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    draw = random.Random(seed)
-    parents: list[int] = []
-    path: list[int] = []
-    for number in range(draw.randint(1, 9)):
-        path = path[: draw.randint(0, len(path))]
-        parents.append(path[-1] if path else -1)
-        path.append(number)
-    return tuple(draw.randint(1, 5) for _ in parents), tuple(parents)
-
-
-def _seen(lengths: tuple[int, ...], parents: tuple[int, ...]) -> torch.Tensor:
-    """Returns [T, T], whether a token sees another."""
-    firsts, total = [0, *accumulate(lengths)], sum(lengths)
-    seen = torch.zeros(total, total, dtype=torch.bool)
-    for number in range(len(lengths)):
-        for token in range(firsts[number], firsts[number + 1]):
-            seen[token, firsts[number] : token + 1] = True
-            before = parents[number]
-            while before >= 0:
-                seen[token, firsts[before] : firsts[before + 1]] = True
-                before = parents[before]
-    return seen
+from engine.branches import check_parents, continuations, depths, first_positions, levels, paths, shifted
+from tests.support.document_trees import random_tree, seen_tokens
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_levels_are_the_keys_of_continued_documents(seed: int) -> None:
-    lengths, parents = _random_tree(seed)
+    lengths, parents = random_tree(seed)
     check_parents(parents, len(lengths))
     found = torch.zeros(sum(lengths), sum(lengths), dtype=torch.int64)
     firsts = [0, *accumulate(lengths)]
@@ -51,7 +26,7 @@ def test_levels_are_the_keys_of_continued_documents(seed: int) -> None:
         for block in level:
             assert not block.causal
             found[block.query.start : block.query.stop, block.key.start : block.key.stop] += 1
-    assert found.eq(_seen(lengths, parents)).all()
+    assert found.eq(seen_tokens(lengths, parents)).all()
 
 
 def test_documents_that_continue_none_have_no_levels() -> None:
@@ -69,3 +44,21 @@ def test_shifted_and_depths() -> None:
     assert shifted((-1, 0, 0), 3, 5) == (-1, 5, 5)
     assert shifted((), 2, 5) == (-1, -1)
     assert depths((-1, 0, 1, 0, -1)) == (0, 1, 2, 1, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_paths_and_positions_are_those_of_a_walk_to_the_root(seed: int) -> None:
+    lengths, parents = random_tree(seed)
+    for number, (path, first) in enumerate(
+        zip(paths(parents, len(lengths)), first_positions(lengths, parents), strict=True)
+    ):
+        walk, before = [], parents[number]
+        while before >= 0:
+            walk, before = [before, *walk], parents[before]
+        assert path == tuple(walk)
+        assert first == sum(lengths[other] for other in walk)
+
+
+def test_documents_that_continue_none_begin_at_position_0() -> None:
+    assert paths((), 2) == ((), ())
+    assert first_positions((3, 2), ()) == (0, 0)

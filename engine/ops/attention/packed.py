@@ -1,17 +1,19 @@
 """Causal attention over documents, on torch's scaled_dot_product_attention.
 
 Documents of a pack never see each other: each is a call of its own (neighbours of equal length share one), which costs
-no mask and no arithmetic across documents.
+no mask and no arithmetic across documents. Where documents continue others (`engine.branches`), each is a call of its
+own with the keys of all documents that it continues before its own, and a mask.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.branches import Parents, paths
 from engine.kernels.records import Documents
 
 
@@ -22,19 +24,49 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: floa
     return out.transpose(1, 2).reshape(num * length, q.shape[1], q.shape[2])
 
 
+def _over_branches(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], parents: Parents, scale: float) -> Tensor:
+    starts = list(accumulate(lengths, initial=0))
+    parts = []
+    for number, path in enumerate(paths(parents, len(lengths))):
+        own = slice(starts[number], starts[number + 1])
+        keys, values = (
+            torch.cat([*(x[starts[before] : starts[before + 1]] for before in path), x[own]]).transpose(0, 1)
+            for x in (k, v)
+        )
+        seen = torch.ones(lengths[number], keys.shape[1], dtype=torch.bool, device=q.device)
+        seen = seen.tril(keys.shape[1] - lengths[number])
+        out = scaled_dot_product_attention(
+            *(x.unsqueeze(0) for x in (q[own].transpose(0, 1), keys, values)),
+            attn_mask=seen,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        parts.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(parts)
+
+
 def causal_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    document_lengths: tuple[int, ...],
+    parents: Parents = (),
+    *,
+    scale: float,
 ) -> Tensor:
     """Computes softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
 
     Args:
         q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D] with H a multiple of K; head h reads key/value head h // (H / K).
         document_lengths: lengths of the documents along T; they sum to T.
+        parents: the document that each one continues, whose positions its own see too; see `engine.branches`.
         scale: usually D ** -0.5.
 
     Returns:
         [T, H, D].
     """
+    if parents:
+        return _over_branches(q_THD, k_TKD, v_TKD, document_lengths, parents, scale)
     runs = [(length, len(list(same))) for length, same in groupby(document_lengths)]
     if len(runs) == 1:
         length, num = runs[0]
@@ -47,4 +79,4 @@ def causal_attention(
 def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
     """Adapts `causal_attention` to a backend's attention; reads the lengths on the host."""
     assert documents.lengths, "a call for each document needs lengths on the host"
-    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)
+    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, documents.parents, scale=scale)

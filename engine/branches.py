@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from engine.zigzag import Block, Span
+from engine.spans import Block, Span
 
 Parents = tuple[int, ...]
 """The number of the document that each document continues, -1 for none; () where none continues another."""

@@ -17,6 +17,11 @@ A document with tokens in both chunks of a rank extends to the end of the early 
 late one, so its tokens are contiguous there. Hence one block is enough for each document and pair of ranks, and a
 causal block's two ranges are the same.
 
+Documents may continue others (`engine.branches`). Their tokens see all of those that they continue, which lie before
+them, so this needs no order of chunks: of a document that is continued, and of the tokens that continue it, a rank has
+one span each, for the same reason as above, and the two spans of two ranks are a full block. One block is enough for
+each document, level and pair of ranks.
+
 Assumes that documents do not cross rows and that their lengths are known on the host.
 """
 
@@ -27,24 +32,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-
-class Span(NamedTuple):
-    """A range of places [start, stop) in some order of tokens."""
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
-class Block(NamedTuple):
-    """A block of attention: queries see all keys, or (causal, equal ranges) each sees itself and those before."""
-
-    query: Span
-    key: Span
-    causal: bool
+from engine.branches import Parents, check_parents, continuations, depths
+from engine.spans import Block, Span, merged
 
 
 class Document(NamedTuple):
@@ -81,19 +70,6 @@ def _joined(early: Span, late: Span) -> Span:
     return Span(early.start, late.stop)
 
 
-def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """Returns the same places in the same order, without empty spans and with adjacent ones merged."""
-    found: list[Span] = []
-    for span in spans:
-        if not span.length:
-            continue
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, span.stop)
-        else:
-            found.append(span)
-    return tuple(found)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLayout:
     """The layout of one micro-batch on the ranks of the context axis.
@@ -102,19 +78,26 @@ class ContextLayout:
         size: ranks on the axis.
         row_lengths: tokens of each row of the whole micro-batch.
         document_lengths: along the flat tokens of the whole micro-batch; no document crosses rows.
+        document_parents: the document that each one continues, in the same row; () where none continues another.
     """
 
     size: int
     row_lengths: tuple[int, ...]
     document_lengths: tuple[int, ...]
+    document_parents: Parents = ()
     _documents: tuple[Document, ...] = field(init=False, repr=False, compare=False)
     _shared: tuple[Document, ...] = field(init=False, repr=False, compare=False)
     """Documents that cross a chunk's border, of which there are few: at most one per border."""
+    _continued: tuple[tuple[tuple[Document, Document], ...], ...] = field(init=False, repr=False, compare=False)
+    """For each level, the documents that others continue, and the tokens of all that continue them."""
 
     def __post_init__(self) -> None:
         assert sum(self.document_lengths) == self.num_tokens, (self.document_lengths, self.num_tokens)
         documents = self.documents()
         assert all(one.stop <= self.row_lengths[one.row] for one in documents), "a document crosses rows"
+        check_parents(self.document_parents, len(documents))
+        parents = zip(documents, self.document_parents, strict=False)
+        assert all(parent < 0 or documents[parent].row == one.row for one, parent in parents), "a branch crosses rows"
         cuts = {
             length: sorted(span.start for rank in range(self.size) for span in rank_columns(length, self.size, rank))
             for length in set(self.row_lengths)
@@ -131,11 +114,25 @@ class ContextLayout:
                 != bisect_left(cuts[self.row_lengths[one.row]], one.stop)
             ),
         )
+        object.__setattr__(self, "_continued", self._levels(documents))
 
     @classmethod
-    def even(cls, *, size: int, num_rows: int, row_length: int, document_lengths: tuple[int, ...]) -> ContextLayout:
+    def even(
+        cls,
+        *,
+        size: int,
+        num_rows: int,
+        row_length: int,
+        document_lengths: tuple[int, ...],
+        document_parents: Parents = (),
+    ) -> ContextLayout:
         """Returns the layout of rows of one length."""
-        return cls(size=size, row_lengths=(row_length,) * num_rows, document_lengths=document_lengths)
+        return cls(
+            size=size,
+            row_lengths=(row_length,) * num_rows,
+            document_lengths=document_lengths,
+            document_parents=document_parents,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +158,17 @@ class ContextLayout:
             found.append(Document(row, place, place + length))
             place += length
         return tuple(found)
+
+    def _levels(self, documents: tuple[Document, ...]) -> tuple[tuple[tuple[Document, Document], ...], ...]:
+        """Returns what `_continued` is."""
+        if not self.document_parents:
+            return ()
+        found: list[list[tuple[Document, Document]]] = [[] for _ in range(max(depths(self.document_parents)))]
+        spans = continuations(self.document_lengths, self.document_parents)
+        for one, span, depth in zip(documents, spans, depths(self.document_parents), strict=True):
+            if span.length:
+                found[depth].append((one, Document(one.row, one.stop, one.stop + span.length)))
+        return tuple(map(tuple, found))
 
     def _firsts(self, rank: int) -> list[int]:
         """Returns the place of each row's first token among those of `rank`, and the number of these."""
@@ -190,11 +198,27 @@ class ContextLayout:
         """Returns the tokens of each document on `rank`, as places in that rank's flat tokens; may be none."""
         return tuple(_joined(*spans) for spans in self._spans(self._documents, rank))
 
-    def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Returns the blocks of `query_rank` with the keys of `key_rank`: at most one per document, in their order.
+    def rounds(self, query_rank: int, key_rank: int) -> tuple[tuple[Block, ...], ...]:
+        """Returns the blocks of `query_rank` with the keys of `key_rank`, in rounds whose blocks share neither queries
+        nor keys: each document's with itself, then those of each level of documents that are continued. A round has at
+        most one block per document, in their order, and may have none.
 
         A block's query places count the flat tokens of `query_rank`, its key places those of `key_rank`.
         """
+        return (
+            self._own_blocks(query_rank, key_rank),
+            *(self._level_blocks(level, query_rank, key_rank) for level in self._continued),
+        )
+
+    def _level_blocks(
+        self, level: tuple[tuple[Document, Document], ...], query_rank: int, key_rank: int
+    ) -> tuple[Block, ...]:
+        queries = self._spans(tuple(behind for _, behind in level), query_rank)
+        keys = self._spans(tuple(one for one, _ in level), key_rank)
+        found = (Block(_joined(*query), _joined(*key), causal=False) for query, key in zip(queries, keys, strict=True))
+        return tuple(block for block in found if block.query.length and block.key.length)
+
+    def _own_blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         documents = self._documents if key_rank == query_rank else self._shared
         found = []
         for queries, keys in zip(self._spans(documents, query_rank), self._spans(documents, key_rank), strict=True):
@@ -234,19 +258,21 @@ class ContextLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingStep:
-    """A rank's step of ring attention: a block for each document that it shares with `key_rank`, and its messages.
+    """A rank's step of ring attention: the blocks of documents that it shares with `key_rank`, and its messages.
 
     Args:
         key_rank: whose keys this rank works on.
         query_rank: the rank that works on this rank's keys in the same step.
-        blocks: key places count the tokens received from `key_rank` (in the first step, this rank's own tokens).
-        sent: this rank's tokens whose keys and values `query_rank` needs, in the order in which it receives them.
+        rounds: of blocks that share neither queries nor keys, none of them empty. Key places count the tokens received
+            from `key_rank` (in the first step, this rank's own tokens), which the rounds share.
+        sent: this rank's tokens whose keys and values `query_rank` needs, in the order in which it receives them: each
+            once, whatever the rounds.
         num_received: tokens whose keys and values arrive from `key_rank`; 0 in the first step.
     """
 
     key_rank: int
     query_rank: int
-    blocks: tuple[Block, ...]
+    rounds: tuple[tuple[Block, ...], ...]
     sent: tuple[Span, ...]
     num_received: int
 
@@ -279,13 +305,28 @@ class ContextPlan:
         return self.layout.tokens_on(self.rank)
 
 
-def _packed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Returns the same blocks with their keys packed one after the other."""
-    found, place = [], 0
-    for block in blocks:
-        found.append(block._replace(key=Span(place, place + block.key.length)))
-        place += block.key.length
+def _keys(rounds: tuple[tuple[Block, ...], ...]) -> tuple[Span, ...]:
+    """Returns the tokens that are keys of any block, each once, in their order."""
+    found: list[Span] = []
+    for span in sorted(block.key for blocks in rounds for block in blocks):
+        if found and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
     return tuple(found)
+
+
+def _packed(rounds: tuple[tuple[Block, ...], ...], keys: tuple[Span, ...]) -> tuple[tuple[Block, ...], ...]:
+    """Returns the same blocks where `keys`, which have all of theirs, lie one after the other."""
+    starts = [span.start for span in keys]
+    places = [0, *accumulate(span.length for span in keys)]
+
+    def packed(key: Span) -> Span:
+        number = bisect_right(starts, key.start) - 1
+        first = places[number] + key.start - starts[number]
+        return Span(first, first + key.length)
+
+    return tuple(tuple(block._replace(key=packed(block.key)) for block in blocks) for blocks in rounds)
 
 
 def make_plan(layout: ContextLayout, rank: int) -> ContextPlan:
@@ -293,15 +334,15 @@ def make_plan(layout: ContextLayout, rank: int) -> ContextPlan:
     steps = []
     for distance in range(layout.size):
         key_rank, query_rank = (rank - distance) % layout.size, (rank + distance) % layout.size
-        blocks = layout.blocks(rank, key_rank)
-        wanted = layout.blocks(query_rank, rank) if distance else ()
+        rounds = tuple(blocks for blocks in layout.rounds(rank, key_rank) if blocks)
+        keys = _keys(rounds)
         steps.append(
             RingStep(
                 key_rank=key_rank,
                 query_rank=query_rank,
-                blocks=_packed(blocks) if distance else blocks,
-                sent=merged([block.key for block in wanted]),
-                num_received=sum(block.key.length for block in blocks) if distance else 0,
+                rounds=_packed(rounds, keys) if distance else rounds,
+                sent=_keys(layout.rounds(query_rank, rank)) if distance else (),
+                num_received=sum(span.length for span in keys) if distance else 0,
             )
         )
     return ContextPlan(

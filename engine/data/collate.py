@@ -112,7 +112,11 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
     if size == 1:
         return batch
     layout = ContextLayout.even(
-        size=size, num_rows=batch.num_rows, row_length=batch.row_length, document_lengths=batch.document_lengths
+        size=size,
+        num_rows=batch.num_rows,
+        row_length=batch.row_length,
+        document_lengths=batch.document_lengths,
+        document_parents=batch.document_parents,
     )
     columns = torch.cat([torch.arange(*span) for span in rank_columns(batch.row_length, size, rank)])
     held = {

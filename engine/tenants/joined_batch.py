@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
 from engine.batch import Batch, BatchPart, Padding
+from engine.branches import Parents, shifted
 from engine.tenants.span_adapters import Span
 from engine.zigzag import ContextLayout, ContextPlan, make_plan
 
@@ -49,8 +50,19 @@ def _joined_plan(batches: Sequence[Batch]) -> ContextPlan | None:
         size=plans[0].layout.size,
         row_lengths=tuple(length for plan in plans for length in plan.layout.row_lengths),
         document_lengths=tuple(length for plan in plans for length in plan.layout.document_lengths),
+        document_parents=_joined_parents(batches),
     )
     return make_plan(layout, plans[0].rank)
+
+
+def _joined_parents(batches: Sequence[Batch]) -> Parents:
+    """Returns the document that each one continues, numbered over all parts; () where none does in any of them."""
+    if not any(batch.document_parents for batch in batches):
+        return ()
+    counts = [len(batch.document_lengths) for batch in batches]
+    firsts = accumulate(counts[:-1], initial=0)
+    parts = zip(batches, counts, firsts, strict=True)
+    return tuple(chain.from_iterable(shifted(batch.document_parents, count, first) for batch, count, first in parts))
 
 
 def _are_even(batches: Sequence[Batch]) -> bool:
@@ -84,6 +96,7 @@ def join(parts: Sequence[tuple[int, Batch]]) -> Batch:
         },
         document_offsets=torch.cat(offsets),
         document_lengths=tuple(length for batch in batches for length in batch.document_lengths),
+        document_parents=_joined_parents(batches),
         context_plan=_joined_plan(batches),
     )
     spans = tuple(Span(tenant, first, last) for (tenant, _), first, last in zip(parts, starts, ends, strict=True))

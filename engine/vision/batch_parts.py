@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch import BatchPart
 from engine.kernels.records import Documents
-from engine.zigzag import Span
+from engine.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,11 @@ from engine.batch import Batch, BatchPart
 from engine.data.collate import pin
 from engine.inference.prompt_coordinates import PromptCoordinates
 from engine.models.decoder_config import DecoderConfig
+from engine.spans import Span
 from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.layers.encoder import VisionConfig
 from engine.vision.layers.fronts import ImageEncoder, ImageTower
 from engine.vision.layers.token_experts import TokenExperts
-from engine.zigzag import Span
 
 
 def with_images(batch: Batch, decoder: DecoderConfig) -> Batch:

@@ -14,7 +14,7 @@ from engine.ops.attention.blocks import NATIVE_BLOCKS, REFERENCE_BLOCKS, Attenti
 from engine.ops.backends import NATIVE
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.kernels import REFERENCE, Kernels, backend
-from engine.zigzag import Block, Span
+from engine.spans import Block, Span
 from tests.kernels.comparing import places
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, attention_by_torch, needs_native
 

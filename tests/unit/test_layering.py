@@ -27,6 +27,7 @@ LEVELS = {
     "engine.size_limits": 1,
     "engine.zigzag": 1,
     "engine.branches": 1,
+    "engine.spans": 1,
     "engine.config": 1,
     "engine.telemetry": 1,
     "engine.batch": 2,
@@ -64,7 +65,7 @@ LEVELS = {
 }
 FOR_ALL = (
     "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",
-    "engine.seams", "engine.sentences", "engine.zigzag", "engine.branches",
+    "engine.seams", "engine.sentences", "engine.zigzag", "engine.branches", "engine.spans",
 )  # fmt: skip
 """Records and helpers that every part of the engine may name, also on their own level."""
 

@@ -23,10 +23,10 @@ from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.names import FUSED
 from engine.ops.attention.token_context import TokenContext
+from engine.spans import Span
 from engine.vision.batch_parts import ExpertTokens
 from engine.vision.layers.token_experts import TokenExperts
 from engine.vision.ops.cross_attention import Encoded, EncodedRows, cross_attention, pair_spans
-from engine.zigzag import Span
 from tests.distributed.cases import relative_error
 from tests.support.cogvlm_cases import batch_of, encoded_of, family_of_fixture, model_of, plan_of
 from tests.unit.test_vision_cogvlm import CLOSE, NAMES, fixture

@@ -20,7 +20,7 @@ from engine.ops.attention.blocks import (
     choose_attention_blocks,
     merge_,
 )
-from engine.zigzag import Block, Span
+from engine.spans import Block, Span
 
 SCALE = 0.3
 HEADS = [(4, 4), (6, 2), (3, 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -10,25 +10,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.zigzag import Block, ContextLayout, Span, make_plan, merged, rank_columns
+from engine.spans import Block, Span, merged
+from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ContextLayout:
-    """Any number of ranks, rows and documents, most of which divide by nothing."""
+    """Any number of ranks, rows and documents, most of which divide by nothing, and which may continue each other."""
     row_lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     lengths: list[int] = []
+    parents: list[int] = []
     for row_length in row_lengths:
         borders = draw(st.lists(st.integers(1, row_length - 1), max_size=6)) if row_length > 1 else []
         edges = [0, *sorted(set(borders)), row_length]
         lengths += [end - start for start, end in pairwise(edges)]
-    return ContextLayout(size=draw(st.integers(1, 6)), row_lengths=tuple(row_lengths), document_lengths=tuple(lengths))
+        path: list[int] = []
+        for _ in edges[1:]:
+            path = path[: draw(st.integers(0, len(path)))]
+            parents.append(path[-1] if path else -1)
+            path.append(len(parents) - 1)
+    return ContextLayout(
+        size=draw(st.integers(1, 6)),
+        row_lengths=tuple(row_lengths),
+        document_lengths=tuple(lengths),
+        document_parents=draw(st.sampled_from([(), tuple(parents)])),
+    )
 
 
 def _allowed(layout: ContextLayout) -> Tensor:
     """How often each (query, key) pair of the plain flat tokens is to be computed: int [T, T]."""
     document = torch.repeat_interleave(torch.tensor(layout.document_lengths))
-    return (document[:, None] == document[None]).int().tril()
+    seen = (document[:, None] == document[None]).int().tril()
+    for number in range(len(layout.document_parents)):
+        before = layout.document_parents[number]
+        while before >= 0:
+            seen += ((document == number)[:, None] & (document == before)[None]).int()
+            before = layout.document_parents[before]
+    return seen
 
 
 def _held(layout: ContextLayout, rank: int) -> Tensor:
@@ -60,7 +78,7 @@ def test_every_allowed_pair_is_computed_once(layout: ContextLayout):
     for query_rank in range(layout.size):
         for key_rank in range(layout.size):
             queries, keys = _held(layout, query_rank), _held(layout, key_rank)
-            for query, key, causal in layout.blocks(query_rank, key_rank):
+            for query, key, causal in chain.from_iterable(layout.rounds(query_rank, key_rank)):
                 seen = torch.ones(query.length, key.length, dtype=torch.int32)
                 if causal:
                     assert query == key
@@ -77,12 +95,15 @@ def test_steps_receive_the_keys_that_their_blocks_name(layout: ContextLayout):
         for distance, step in enumerate(plan.steps):
             sender = plans[step.key_rank].steps[distance]
             assert sender.query_rank == plan.rank
-            raw = layout.blocks(plan.rank, step.key_rank)
+            raw = [blocks for blocks in layout.rounds(plan.rank, step.key_rank) if blocks]
             arrived = _places(sender.sent) if distance else torch.arange(plan.num_tokens)
             assert step.num_received == sender.num_sent == (len(arrived) if distance else 0)
-            assert [(b.query, b.causal) for b in step.blocks] == [(b.query, b.causal) for b in raw]
-            for block, plain in zip(step.blocks, raw, strict=True):
-                assert torch.equal(arrived[slice(*block.key)], torch.arange(*plain.key))
+            for blocks, plain_blocks in zip(step.rounds, raw, strict=True):
+                for spans in ([block.query for block in blocks], [block.key for block in blocks]):
+                    assert all(one.stop <= two.start for one, two in pairwise(spans)), "blocks of a round overlap"
+                for block, plain in zip(blocks, plain_blocks, strict=True):
+                    assert (block.query, block.causal) == (plain.query, plain.causal)
+                    assert torch.equal(arrived[slice(*block.key)], torch.arange(*plain.key))
         assert sorted(step.key_rank for step in plan.steps) == list(range(layout.size))
 
 
@@ -117,17 +138,30 @@ def test_columns_by_hand():
 def test_blocks_by_hand():
     """Row of 16 on 2 ranks: rank 0 holds columns 0-3 and 12-15, rank 1 holds 4-11; documents 0-5, 6-15."""
     layout = ContextLayout.even(size=2, num_rows=1, row_length=16, document_lengths=(6, 10))
-    assert layout.blocks(0, 0) == (((0, 4), (0, 4), True), ((4, 8), (4, 8), True))
-    assert layout.blocks(1, 1) == (((0, 2), (0, 2), True), ((2, 8), (2, 8), True))
-    assert layout.blocks(1, 0) == (((0, 2), (0, 4), False),)
-    assert layout.blocks(0, 1) == (((4, 8), (2, 8), False),)
+    assert layout.rounds(0, 0) == ((((0, 4), (0, 4), True), ((4, 8), (4, 8), True)),)
+    assert layout.rounds(1, 1) == ((((0, 2), (0, 2), True), ((2, 8), (2, 8), True)),)
+    assert layout.rounds(1, 0) == ((((0, 2), (0, 4), False),),)
+    assert layout.rounds(0, 1) == ((((4, 8), (2, 8), False),),)
+
+
+def test_blocks_of_branches_by_hand():
+    """The same ranks; documents 0-5, and 6-9 and 10-15, which both continue it."""
+    layout = ContextLayout.even(
+        size=2, num_rows=1, row_length=16, document_lengths=(6, 4, 6), document_parents=(-1, 0, 0)
+    )
+    assert layout.rounds(0, 0) == ((((0, 4), (0, 4), True), ((4, 8), (4, 8), True)), (((4, 8), (0, 4), False),))
+    assert layout.rounds(1, 0) == ((((0, 2), (0, 4), False),), (((2, 8), (0, 4), False),))
+    assert layout.rounds(0, 1) == ((((4, 8), (6, 8), False),), (((4, 8), (0, 2), False),))
+    step = make_plan(layout, 0).steps[1]
+    assert step.rounds == ((((4, 8), (2, 4), False),), (((4, 8), (0, 2), False),))
+    assert (step.sent, step.num_received) == (((0, 4),), 4)
 
 
 def test_documents_within_a_chunk_need_nobody():
     layout = ContextLayout.even(size=4, num_rows=2, row_length=64, document_lengths=(8,) * 16)
     for rank in range(4):
         plan = make_plan(layout, rank)
-        assert [len(step.blocks) for step in plan.steps] == [4, 0, 0, 0]
+        assert [sum(map(len, step.rounds)) for step in plan.steps] == [4, 0, 0, 0]
         assert [step.num_sent + step.num_received for step in plan.steps] == [0, 0, 0, 0]
 
 
@@ -136,7 +170,8 @@ def test_documents_within_a_chunk_need_nobody():
 def test_long_rows_cost_the_same_everywhere(size: int, row_length: int):
     layout = ContextLayout.even(size=size, num_rows=2, row_length=row_length, document_lengths=(row_length,) * 2)
     work = [
-        sum(_num_pairs(block) for other in range(size) for block in layout.blocks(rank, other)) for rank in range(size)
+        sum(_num_pairs(block) for other in range(size) for blocks in layout.rounds(rank, other) for block in blocks)
+        for rank in range(size)
     ]
     assert sum(work) == 2 * row_length * (row_length + 1) // 2
     assert max(work) <= 1.01 * min(work)
@@ -150,3 +185,8 @@ def test_merging():
 def test_documents_that_do_not_fit_rows_are_a_defect(lengths: tuple[int, ...]):
     with pytest.raises(AssertionError):
         ContextLayout.even(size=2, num_rows=2, row_length=6, document_lengths=lengths)
+
+
+def test_branches_that_cross_rows_are_a_defect():
+    with pytest.raises(AssertionError, match="a branch crosses rows"):
+        ContextLayout.even(size=2, num_rows=2, row_length=6, document_lengths=(6, 6), document_parents=(-1, 0))

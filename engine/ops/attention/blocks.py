@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.kernels.native.attention import Segment, attention_backward, attention_forward
 from engine.kernels.native.loader import native_status
-from engine.zigzag import Block
+from engine.spans import Block
 
 
 class BlocksForward(Protocol):
@@ -82,6 +82,48 @@ def merge_(out_QHD: Tensor, lse_QH: Tensor, other_QHD: Tensor, other_lse_QH: Ten
     share = torch.sigmoid(other_lse_QH - lse_QH)
     out_QHD.lerp_(other_QHD.to(out_QHD.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse_QH, other_lse_QH, out=lse_QH)
+
+
+def merge_round_(
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    blocks: AttentionBlocks,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    round_blocks: tuple[Block, ...],
+    *,
+    scale: float,
+) -> None:
+    """Adds the keys of some blocks to those behind `out` and `lse`, in place.
+
+    Args:
+        out_THD, lse_TH: fp32 or wider; computed where the blocks have queries.
+        inputs: q [T, H, D], k and v [N, K, D].
+        round_blocks: none of them share queries or keys.
+    """
+    found, found_lse = blocks.forward(*inputs, round_blocks, scale=scale)
+    for start, stop in (block.query for block in round_blocks):
+        merge_(out_THD[start:stop], lse_TH[start:stop], found[start:stop], found_lse[start:stop])
+
+
+def add_round_(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    blocks: AttentionBlocks,
+    saved: tuple[Tensor, ...],
+    round_blocks: tuple[Block, ...],
+    *,
+    scale: float,
+) -> None:
+    """Adds the gradients of some blocks to others, in place.
+
+    Args:
+        gradients: dq [T, H, D], dk and dv [N, K, D], fp32 or wider.
+        saved: dout, q, k, v, out and lse; see `AttentionBlocks`.
+        round_blocks: none of them share queries or keys.
+    """
+    found = blocks.backward(*saved, round_blocks, scale=scale)
+    for query, key, _ in round_blocks:
+        for total, part, (start, stop) in zip(gradients, found, (query, key, key), strict=True):
+            total[start:stop] += part[start:stop]
 
 
 # Plain torch: the reference.

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from engine.branches import levels
 from engine.kernels.records import Documents
-from engine.ops.attention.blocks import AttentionBlocks
+from engine.ops.attention.blocks import AttentionBlocks, add_round_, merge_round_
 from engine.ops.attention.masked import Rule, masked_backward, masked_blocks, masked_forward
 from engine.ops.attention.varlen import flash_varlen_backward, flash_varlen_forward, whole_blocks
-from engine.zigzag import Block, Span
+from engine.spans import Block, Span
 
 
 class MergeableAttention(Protocol):
@@ -45,14 +47,19 @@ class MergeableAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByDocument:
-    """A block of attention for each document, with lengths from the host."""
+    """A block of attention for each document, with lengths from the host, and those of documents that others continue
+    merged level by level."""
 
     blocks: AttentionBlocks
 
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return self.blocks.forward(q_THD, k_TKD, v_TKD, _causal(documents), scale=scale)
+        out, lse = self.blocks.forward(q_THD, k_TKD, v_TKD, _causal(documents), scale=scale)
+        for level in levels(documents.lengths, documents.parents):
+            out = out.to(torch.promote_types(out.dtype, torch.float32))
+            merge_round_(out, lse, self.blocks, (q_THD, k_TKD, v_TKD), level, scale=scale)
+        return out, lse
 
     def backward(
         self,
@@ -66,7 +73,13 @@ class ByDocument:
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.blocks.backward(dout_THD, q_THD, k_TKD, v_TKD, out_THD, lse_TH, _causal(documents), scale=scale)
+        saved = (dout_THD, q_THD, k_TKD, v_TKD, out_THD, lse_TH)
+        gradients = self.blocks.backward(*saved, _causal(documents), scale=scale)
+        for level in levels(documents.lengths, documents.parents):
+            dq, dk, dv = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients)
+            gradients = dq, dk, dv
+            add_round_(gradients, self.blocks, saved, level, scale=scale)
+        return gradients
 
 
 def _causal(documents: Documents) -> tuple[Block, ...]:

@@ -13,8 +13,10 @@ each rank sends its share of the keys' gradients straight to their owner, one tr
 
 Backward sends keys and values again, so that only this rank's own q, k, v, the output and the log sum exp are
 kept. Partial gradients are sent in the keys' dtype and are added in fp32 in the order of the steps, so that results are
-the same bits in every run wherever the attention blocks' are. The host knows all sizes from the plan and waits for
-nothing on the device. Sinks are taken in once, when the keys of all ranks are (`engine.ops.attention.sinks`).
+the same bits in every run wherever the attention blocks' are. Where documents continue others, a step computes several
+rounds of blocks on the keys that it has received, which are sent once for all of them. The host knows all sizes from
+the plan and waits for nothing on the device. Sinks are taken in once, when the keys of all ranks are
+(`engine.ops.attention.sinks`).
 
 Legend: T this rank's tokens, H query heads, K key/value heads, D head size, N tokens that are sent.
 """
@@ -28,9 +30,10 @@ from torch import Tensor
 
 from engine.distributed.collectives import Handle, exchange_async
 from engine.distributed.mesh import Axis
-from engine.ops.attention.blocks import AttentionBlocks, merge_
+from engine.ops.attention.blocks import AttentionBlocks, add_round_, merge_round_
 from engine.ops.attention.sinks import ALL_HEADS, Sinks
-from engine.zigzag import ContextPlan, RingStep, Span
+from engine.spans import Block, Span
+from engine.zigzag import ContextPlan, RingStep
 
 
 class _InFlight(NamedTuple):
@@ -76,22 +79,28 @@ def _add_rows(total: Tensor, rows: Tensor, spans: tuple[Span, ...]) -> None:
         place += stop - start
 
 
+def _own_rounds(own: RingStep) -> tuple[tuple[Block, ...], ...]:
+    """Returns the rounds of a rank with itself, of which the first has all of its tokens, if it has any."""
+    return own.rounds or ((),)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, axis: Axis, scale: float, blocks: AttentionBlocks
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [T, H, D] in fp32 or wider, and log sum exp [T, H]."""
     own, *others = plan.steps
-    in_flight = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
-    out, lse = blocks.forward(q, k, v, own.blocks, scale=scale)
+    in_flight = _start_keys(k, v, others[0], axis)  # hidden by this rank's own blocks
+    first, *levels = _own_rounds(own)
+    out, lse = blocks.forward(q, k, v, first, scale=scale)
     out = out.to(torch.promote_types(q.dtype, torch.float32))
+    for level in levels:
+        merge_round_(out, lse, blocks, (q, k, v), level, scale=scale)
     for step, following in zip(others, [*others[1:], None], strict=True):
         key, value = in_flight.wait()
         if following is not None:
             in_flight = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
-        if step.blocks:
-            found, found_lse = blocks.forward(q, key, value, step.blocks, scale=scale)
-            for start, stop in (block.query for block in step.blocks):
-                merge_(out[start:stop], lse[start:stop], found[start:stop], found_lse[start:stop])
+        for one in step.rounds:
+            merge_round_(out, lse, blocks, (q, key, value), one, scale=scale)
     return out, lse
 
 
@@ -107,18 +116,25 @@ def _backward(
     q, k, v, out, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)
     own, *others = plan.steps
-    in_flight = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
-    dq, dk, dv = (x.to(wide) for x in blocks.backward(dout, q, k, v, out, lse, own.blocks, scale=scale))
+    in_flight = _start_keys(k, v, others[0], axis)  # hidden by this rank's own blocks
+    first, *levels = _own_rounds(own)
+    dq, dk, dv = (x.to(wide) for x in blocks.backward(dout, q, k, v, out, lse, first, scale=scale))
+    for level in levels:
+        add_round_((dq, dk, dv), blocks, (dout, q, k, v, out, lse), level, scale=scale)
     own_gradients: tuple[_InFlight, RingStep] | None = None
     for step, following in zip(others, [*others[1:], None], strict=True):
         key, value = in_flight.wait()
         if following is not None:
             in_flight = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
         dkey, dvalue = key, value  # never read where there are no blocks
-        if step.blocks:
-            found, dkey, dvalue = blocks.backward(dout, q, key, value, out, lse, step.blocks, scale=scale)
-            for start, stop in (block.query for block in step.blocks):
+        if len(step.rounds) == 1:  # its keys are all that arrived
+            found, dkey, dvalue = blocks.backward(dout, q, key, value, out, lse, step.rounds[0], scale=scale)
+            for start, stop in (block.query for block in step.rounds[0]):
                 dq[start:stop] += found[start:stop]
+        elif step.rounds:
+            dkey, dvalue = (torch.zeros_like(x, dtype=wide) for x in (key, value))
+            for one in step.rounds:
+                add_round_((dq, dkey, dvalue), blocks, (dout, q, key, value, out, lse), one, scale=scale)
         if own_gradients is not None:
             _add_own(dk, dv, *own_gradients)
         # hidden by the blocks of the next step; of the last step by nothing

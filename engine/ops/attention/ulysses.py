@@ -21,7 +21,8 @@ from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import Attention
-from engine.zigzag import ContextPlan, Span
+from engine.spans import Span
+from engine.zigzag import ContextPlan
 
 
 def check_context_heads(num_heads: int, num_kv_heads: int, context_size: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.attention.token_context import ContextPart
-from engine.zigzag import Span
+from engine.spans import Span
 
 
 class EncodedSpan(NamedTuple):

@@ -39,11 +39,15 @@ _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end once one has failed."""
 
 _PRELOAD = [
-    "torch._dynamo", "torch.distributed.device_mesh", "torch.testing", "engine.training.step", "pytest",
-    "tests.support.frozen_objects",
+    "torch._dynamo", "torch.distributed.device_mesh", "torch.testing", "torch.utils.serialization", "attrs", "pytest",
+    "transformers.tokenization_utils_tokenizers", "engine.hybrids.families", "engine.gemma4.family",
+    "engine.planning.predict", "engine.distillation.rules", "engine.rollouts.rules", "engine.rollouts.run_data",
+    "engine.rollouts.planned_judges", "engine.rollouts.planned_rollouts", "tests.distributed.sharded_runs",
+    "tests.support.rollout_runs", "tests.support.frozen_objects",
 ]  # fmt: skip
 """The first because an optimizer, and a tensor on the meta device, import it, which takes each process two seconds; the
-last, after all others, because a fork's collector would go through all that they made, and so copy its memory."""
+last, after all others, because a fork's collector would go through all that they made, and so copy its memory. Between
+them what most ranks import."""
 
 
 class RankFailure(AssertionError):

@@ -114,6 +114,17 @@ class Padding(BatchPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedTokens(BatchPart):
+    """How many documents each token is a part of, where documents share their beginnings; see `engine.branches`.
+
+    Args:
+        counts_BS: float32; 1 for padding too.
+    """
+
+    counts_BS: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Embeddings(BatchPart):
     """Input embeddings that replace the embedding lookup; `Batch.tokens_BS` is ignored.
 

@@ -53,11 +53,12 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
     tokens = JoinedArrays([data.tokens for data in datasets], [len(data.tokens) for data in datasets])
     targets = JoinedArrays([data.targets for data in datasets], [len(data.tokens) for data in datasets])
     bases = np.cumsum([0, *(len(data.lengths) for data in datasets)])
-    documents, sizes = [], []
+    documents, sizes, reused = [], [], []
     for data, count, base in zip(datasets, counts, bases, strict=False):
         rows = np.arange(count) % len(data)
         sizes.append(np.diff(data.rows.offsets)[rows])
         documents += [data.rows.row(row) + base for row in rows.tolist()]
+        reused += [data.rows.reused_in(row) for row in rows.tolist()]
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
     digest = hashlib.blake2b(digest_size=16)
     for data, count in zip(datasets, counts, strict=True):
@@ -72,7 +73,12 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
         identity=digest.hexdigest(),
         extras=joined_extras([data.extras for data in datasets], [len(data.lengths) for data in datasets]),
     )
-    rows = Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64))
+    shares = any(data.rows.reused is not None for data in datasets)
+    rows = Packs(
+        offsets=offsets.astype(np.int64),
+        documents=np.concatenate(documents).astype(np.int64),
+        reused=np.concatenate(reused) if shares else None,
+    )
     blended = TokenDataset(columns, rows, seq_length=first.seq_length, packing=first.packing)
     blended.read_with(first.family)
     return blended

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch, Padding
+from engine.batch import IGNORE_LABEL, Batch, Padding, SharedTokens
 from engine.data.dataset import TokenDataset
 from engine.data.parts import CollatedRows, PlacedDocument, collectors
+from engine.data.prefixes import Trees
 from engine.data.row_shape import WHOLE, RowShape
 from engine.seams import resolve
 from engine.zigzag import ContextLayout, make_plan, rank_columns
@@ -60,27 +61,31 @@ def build_batch(
     padding_BS = np.zeros(size, dtype=np.bool_)
     positions_DBS = np.empty((kinds, *size), dtype=np.int64)
     columns = np.arange(length, dtype=np.int64)
-    document_lengths: list[int] = []
+    trees = Trees(size)
     for b, row in enumerate(rows):
-        start = end = 0
+        end = 0
         after = 0  # position of what follows the last document
         documents = () if row is None else dataset.rows.row(row).tolist()
-        for document, (tokens, targets) in zip(documents, () if row is None else dataset.documents(row), strict=True):
-            if end > start:
-                document_lengths.append(end - start)
+        reused = [] if row is None else dataset.rows.reused_in(row).tolist()
+        numbers = trees.add_row(b, dataset.lengths[[*documents]].tolist(), reused)
+        for document, skipped, number, (tokens, targets) in zip(
+            documents, reused, numbers, () if row is None else dataset.documents(row), strict=True
+        ):
+            tokens, targets = tokens[skipped:], targets[skipped:]
             start, end = end, end + len(tokens)
             tokens_BS[b, start:end] = tokens
             np.copyto(labels_BS[b, start : end - 1], tokens[1:], where=targets[1:])
-            positions = columns[: end - start]
+            positions = columns[skipped : skipped + end - start]
             placed = PlacedDocument(
                 document,
-                number=len(document_lengths),
+                number=number,
                 row=b,
                 start=start,
                 first_token=b * length + start,
                 dropout_index=int(slots[b]) * dataset.seq_length + start,
                 tokens=tokens,
                 labels=labels_BS[b, start:end],
+                skipped=skipped,
             )
             for collector in collecting:
                 found = collector.add(placed)
@@ -88,10 +93,13 @@ def build_batch(
             positions_DBS[:, b, start:end] = positions
             after = int(positions.max()) + 1
         positions_DBS[:, b, end:] = after + columns[: length - end]
-        document_lengths.append(length - start)
         padding_BS[b, end:] = True
     collated = CollatedRows(labels_BS, positions_DBS)
     parts = [part for collector in collecting for part in collector.finish(collated)]
+    weights_BS = (labels_BS != IGNORE_LABEL).astype(np.float32)
+    if trees.parents:
+        weights_BS *= trees.counts_BS
+        parts.append(SharedTokens(counts_BS=torch.from_numpy(trees.counts_BS)))
     if padding_BS.any():
         parts.append(Padding(padding_BS=torch.from_numpy(padding_BS)))
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
@@ -100,9 +108,10 @@ def build_batch(
         labels_BS=torch.from_numpy(labels_BS),
         positions_BS=torch.from_numpy(positions_DBS[0]),
         token_index_BS=torch.from_numpy(token_index_BS),
-        loss_weights_BS=torch.from_numpy((labels_BS != IGNORE_LABEL).astype(np.float32)),
-        document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
-        document_lengths=tuple(document_lengths),
+        loss_weights_BS=torch.from_numpy(weights_BS),
+        document_offsets=torch.from_numpy(np.cumsum([0, *trees.lengths], dtype=np.int32)),
+        document_lengths=tuple(trees.lengths),
+        document_parents=tuple(trees.parents),
         parts=tuple(parts),
     )
 

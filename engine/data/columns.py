@@ -83,7 +83,7 @@ class Columns:
         """
         if sizes is None:
             sizes = self.lengths.reshape(-1, self.group).sum(axis=1)
-        packs = _pack(sizes, capacity) if packing else one_each(len(sizes))
+        packs = best_fit(sizes, capacity) if packing else one_each(len(sizes))
         return packs.of_groups(self.group)
 
 
@@ -127,7 +127,7 @@ def sum_rows(values: NDArray[np.integer] | NDArray[np.bool_], offsets: NDArray[n
     return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
-def _pack(lengths: NDArray[np.int64], capacity: int) -> Packs:
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packs:
     """Returns `engine.data.packing.pack`, by the compiled code where it is built: the same rows in less time."""
     if not native_status().available:
         return pack(lengths, capacity)

@@ -24,7 +24,8 @@ class DatasetReport:
         documents: units kept; a .txt file gives several.
         pieces: documents after data.overlong cut; 0 where nothing was cut.
         rows: samples of the data order: units, or packs of them.
-        tokens: tokens of the kept units, without padding.
+        tokens: tokens of the kept units that rows have, without padding.
+        reused_tokens: tokens of these units beside them, which begin like others in their row and are in it once.
         target_tokens: those of them that are trained on.
         truncated: units that were kept without their ends.
         lost_tokens: tokens of these ends.
@@ -47,6 +48,7 @@ class DatasetReport:
     pieces: int = 0
     rows: int = 0
     tokens: int = 0
+    reused_tokens: int = 0
     target_tokens: int = 0
     truncated: int = 0
     lost_tokens: int = 0
@@ -73,6 +75,9 @@ class DatasetReport:
         if self.pieces:
             parts.append(f"cut into {counted(self.pieces, 'piece')}")
         parts.append(f"{counted(self.tokens, 'token')} ({self.target_tokens:,} trained on)")
+        if self.reused_tokens:
+            share = self.reused_tokens / (self.reused_tokens + self.tokens)
+            parts.append(f"{self.reused_tokens:,} more that begin like others, computed once ({share:.0%} saved)")
         for count, what in (
             (self.truncated, "truncated"),
             (self.dropped_overlong, "dropped as too long"),

@@ -67,7 +67,11 @@ class TokenDataset:
             if any(extra.counts_documents for extra in columns.extras)
             else sum_rows(in_row_order, self.rows.offsets)
         )
-        self.row_lengths: NDArray[np.int64] = sum_rows(lengths[self.rows.documents], self.rows.offsets)
+        placed = lengths[self.rows.documents]
+        if self.rows.reused is not None:
+            placed = placed - self.rows.reused
+        self.row_lengths: NDArray[np.int64] = sum_rows(placed, self.rows.offsets)
+        assert not len(self.rows) or self.row_lengths.max() <= seq_length, (self.row_lengths.max(), seq_length)
         report, tokens = report or DatasetReport(), int(self.row_lengths.sum())
         self.report = replace(
             report,
@@ -75,6 +79,7 @@ class TokenDataset:
             documents=report.documents or len(lengths) // group,
             rows=len(self.rows),
             tokens=tokens,
+            reused_tokens=0 if self.rows.reused is None else int(self.rows.reused.sum()),
             target_tokens=int(in_row_order.sum()),
             packing_efficiency=tokens / max(len(self.rows) * seq_length, 1) if packing else None,
         )
@@ -137,6 +142,8 @@ class TokenDataset:
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         arrays = [self.starts, self.lengths, self.rows.documents, self.rows.offsets]
+        if self.rows.reused is not None:
+            arrays.append(self.rows.reused)
         identity = self.columns.identity
         if identity is not None:
             digest.update(identity.encode())

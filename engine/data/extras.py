@@ -50,6 +50,9 @@ class ExtraColumns(ABC):
     vision-language model collects, which places features also where no document has images."""
     counts_documents: bool = False
     """Whether a row's weight in the loss is the number of its documents, or of its groups of them."""
+    can_share: ClassVar[bool] = False
+    """Whether tokens before the first target of a document have nothing of it, so that documents that begin alike may
+    share them (`engine.data.prefixes`)."""
     hashed_again: ClassVar[bool] = False
     """Whether a data set's fingerprint hashes it also where `Columns.identity` stands for the documents."""
 
@@ -64,6 +67,11 @@ class ExtraColumns(ABC):
     def fits(self, num_documents: int, num_tokens: int) -> bool:
         """Returns whether these are columns of so many documents and tokens."""
         return True
+
+    def shareable(self) -> NDArray[np.int64] | None:
+        """Returns int64 [D], how many of each document's first tokens nothing but its targets keeps from being shared;
+        None for all."""
+        return None
 
     def label_counts(self) -> NDArray[np.int64] | int:
         """Returns int64 [D], labels of each document beside those of its targets; or 0."""

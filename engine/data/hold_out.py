@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
 from engine.data.order import permutation
-from engine.data.packing import Packs
 from engine.errors import UserError
 from engine.telemetry.format import counted
 
@@ -55,17 +54,14 @@ def held_out_rows(count: int, share: float, seed: int, *, unit: str = "row") -> 
 
 def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
     """Returns a data set with some rows of another, on the same documents."""
-    group = dataset.group
-    documents = [dataset.rows.row(row)[::group] // group for row in rows.tolist()]
-    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    packs = Packs(offsets=offsets, documents=np.concatenate(documents))
+    packs = dataset.rows.chosen(rows)
     part = TokenDataset(
         replace(dataset.columns, identity=dataset.fingerprint()),
-        packs.of_groups(group),
+        packs,
         seq_length=dataset.seq_length,
         packing=dataset.packing,
         companions={name: _rows(companion, rows) for name, companion in dataset.companions.items()},
-        report=DatasetReport(unit=dataset.report.unit, documents=int(offsets[-1])),
+        report=DatasetReport(unit=dataset.report.unit, documents=len(packs.documents) // dataset.group),
     )
     part.read_with(dataset.family)
     return part

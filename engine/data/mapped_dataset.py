@@ -40,6 +40,8 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
         "row_offsets": dataset.rows.offsets,
         "row_documents": dataset.rows.documents,
     }
+    if dataset.rows.reused is not None:
+        arrays["row_reused"] = dataset.rows.reused
     for number, extra in enumerate(dataset.extras):
         arrays |= {f"{_EXTRA}{number}-{name}": array for name, array in extra.arrays().items()}
     for name, array in arrays.items():
@@ -80,7 +82,7 @@ def map_dataset(folder: Path) -> TokenDataset:
     )
     return TokenDataset(
         columns,
-        Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"]),
+        Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"], reused=arrays.get("row_reused")),
         seq_length=facts["seq_length"],
         packing=facts["packing"],
         companions={

@@ -26,10 +26,13 @@ class Packs:
     Args:
         offsets: int64 [rows + 1]; row r holds documents[offsets[r] : offsets[r + 1]].
         documents: int64 [documents], each index exactly once, in their order in the row.
+        reused: int64 [documents], how many of its first tokens each document of `documents` has from the one before it,
+            which are in the row once (`engine.data.prefixes`); None where none has any.
     """
 
     offsets: IntArray
     documents: IntArray
+    reused: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -38,8 +41,27 @@ class Packs:
         """Returns the documents of one row."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
+    def reused_in(self, index: int) -> IntArray:
+        """Returns how many of its first tokens each document of one row has from the one before it."""
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        return np.zeros(span.stop - span.start, dtype=np.int64) if self.reused is None else self.reused[span]
+
+    def chosen(self, rows: IntArray) -> Packs:
+        """Returns some of the rows, in this order, with the documents' old numbers."""
+        spans = [slice(self.offsets[row], self.offsets[row + 1]) for row in rows.tolist()]
+
+        def of(values: IntArray) -> IntArray:
+            return np.concatenate([values[span] for span in spans])
+
+        return Packs(
+            offsets=np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
+            documents=of(self.documents),
+            reused=None if self.reused is None else of(self.reused),
+        )
+
     def of_groups(self, size: int) -> Packs:
         """Returns the same rows by documents, where groups of `size` consecutive documents were packed."""
+        assert self.reused is None, "tokens are reused by documents, not by groups"
         if size == 1:
             return self
         documents = (self.documents[:, None] * size + np.arange(size)).ravel()

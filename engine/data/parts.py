@@ -27,6 +27,8 @@ class PlacedDocument(NamedTuple):
         dropout_index: the dropout coordinate of its first token.
         tokens: whole numbers [length], its ids.
         labels: int64 [length], what its positions must predict; a collector may write other labels.
+        skipped: tokens at its beginning that are another document's too and were placed with that one; all else here is
+            of the tokens behind them.
     """
 
     document: int
@@ -37,6 +39,7 @@ class PlacedDocument(NamedTuple):
     dropout_index: int
     tokens: NDArray[Any]
     labels: NDArray[np.int64]
+    skipped: int = 0
 
     @property
     def length(self) -> int:

@@ -123,6 +123,7 @@ class RowTopTokens(NumberedDocuments):
         ids_BSK = np.full(shape, NO_TOKEN, dtype=np.int32)
         logps_BSK = np.full(shape, -np.inf, dtype=np.float32)
         for placed, held in self.spans():
+            assert not placed.skipped, "a teacher's tokens are not shared"
             own = slice(*columns.offsets[placed.document : placed.document + 2].tolist())
             before = held.start + columns.places[own] - 1
             ids_BSK[placed.row, before] = columns.ids[own]

@@ -79,6 +79,7 @@ class ScoredColumns(ExtraColumns):
     margins: NDArray[np.float32]
     collector: ClassVar[str] = "engine.judges.pairs:RowScores"
     counts_documents: ClassVar[bool] = True
+    can_share: ClassVar[bool] = True
     hashed_again: ClassVar[bool] = True
 
     def arrays(self) -> dict[str, NDArray[np.int32] | NDArray[np.float32]]:
@@ -87,6 +88,10 @@ class ScoredColumns(ExtraColumns):
     def identity(self) -> Iterator[NDArray[np.int32] | NDArray[np.float32]]:
         yield self.last
         yield self.margins
+
+    def shareable(self) -> NDArray[np.int64]:
+        """Returns the tokens up to the one that has the score: it may be the last that answers have in common."""
+        return self.last.astype(np.int64) + 1
 
     def fits(self, num_documents: int, num_tokens: int) -> bool:
         return len(self.last) == len(self.margins) == num_documents
@@ -112,7 +117,8 @@ class RowScores(NumberedDocuments):
         """Returns the answers, with the places of their scores."""
         numbers_BS = np.full(rows.labels_BS.shape, -1, dtype=np.int64)
         for number, placed in enumerate(self.placed):
-            numbers_BS[placed.row, placed.start + self._columns.last[placed.document]] = number
+            column = placed.start + self._columns.last[placed.document] - placed.skipped
+            numbers_BS[placed.row, column] = number
         margins = self._columns.margins[self.documents[::2]]
         return (ScoredAnswers(numbers_BS=torch.from_numpy(numbers_BS), margins=torch.from_numpy(margins)),)
 

@@ -69,8 +69,8 @@ def _of_tokens(dataset: TokenDataset, of_columns: NDArray[np.float32]) -> NDArra
     known = np.zeros(len(dataset.tokens), dtype=np.float32)
     for row in range(len(dataset)):
         column = 0
-        for document in dataset.rows.row(row).tolist():
-            first, length = int(dataset.starts[document]), int(dataset.lengths[document])
+        for document, reused in zip(dataset.rows.row(row).tolist(), dataset.rows.reused_in(row).tolist(), strict=True):
+            first, length = int(dataset.starts[document]) + reused, int(dataset.lengths[document]) - reused
             known[first + 1 : first + length] = of_columns[row, column : column + length - 1]
             column += length
     return known

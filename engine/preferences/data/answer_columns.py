@@ -51,6 +51,7 @@ class AnswerColumns(ExtraColumns):
     reference_logps: NDArray[np.float32] | None = None
     collector: ClassVar[str] = "engine.preferences.data.answer_columns:RowAnswers"
     counts_documents: ClassVar[bool] = True
+    can_share: ClassVar[bool] = True
     hashed_again: ClassVar[bool] = True
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:

@@ -79,6 +79,7 @@ class CompletionColumns(ExtraColumns):
     reference_logps: NDArray[np.float32] | None = None
     token_advantages: NDArray[np.float32] | None = None
     row_weight: RowWeight = "tokens"
+    can_share: ClassVar[bool] = True
     collector: ClassVar[str] = "engine.rollouts.data.completions:RowCompletions"
 
     def __post_init__(self) -> None:
@@ -161,7 +162,7 @@ class RowCompletions(NumberedDocuments):
                 continue
             values_BS = np.zeros(rows.labels_BS.shape, dtype=np.float32)
             for placed, held in self.spans():
-                first = int(self._dataset.starts[placed.document])
+                first = int(self._dataset.starts[placed.document]) + placed.skipped
                 values_BS[placed.row, held.start : held.stop - 1] = known[first + 1 : first + placed.length]
             trained = np.where(rows.labels_BS != IGNORE_LABEL, values_BS, np.float32(0))
             logps_BS[f"{name}_BS"] = torch.from_numpy(trained)

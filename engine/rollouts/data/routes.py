@@ -107,6 +107,8 @@ class RouteColumns(ExtraColumns):
 
     experts: NDArray[Any]
     layers: NDArray[np.int64]
+    can_share: ClassVar[bool] = True
+    """The beginning is routed as in the first document of the row that has it."""
     collector: ClassVar[str] = "engine.rollouts.data.routes:RowRoutes"
 
     @classmethod
@@ -166,6 +168,6 @@ class RowRoutes(NumberedDocuments):
         size = (*experts_TMK.shape[1:], *rows.labels_BS.shape)
         experts_MKBS = np.full(size, np.iinfo(experts_TMK.dtype).max, dtype=experts_TMK.dtype)
         for placed, held in self.spans():
-            first = int(self._dataset.starts[placed.document])
+            first = int(self._dataset.starts[placed.document]) + placed.skipped
             experts_MKBS[:, :, placed.row, held] = experts_TMK[first : first + placed.length].transpose(1, 2, 0)
         return (Routes(experts_MKBS=torch.from_numpy(experts_MKBS), layers=tuple(columns.layers.tolist())),)

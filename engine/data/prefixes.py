@@ -26,22 +26,26 @@ LEAST_REUSED = 16
 """Tokens that a document must reuse to become a branch, whose attention is one piece of work more."""
 
 
-def with_shared_prefixes(dataset: TokenDataset, *, least_saved: float = 0.0) -> TokenDataset:
+def with_shared_prefixes(
+    dataset: TokenDataset, *, least_saved: float = 0.0, regroups: bool = True, ranks: int = 1
+) -> TokenDataset:
     """Returns the data set with rows in which documents reuse the beginnings of others, where that saves anything.
 
-    With packing, or where a record is one document, documents that begin alike come into the same rows; else rows keep
-    their documents.
-
     Args:
-        dataset: in memory, of documents that may be shared (see `can_share`).
+        dataset: of documents that may be shared (see `can_share`).
         least_saved: share of all tokens that must be saved; else the data set is returned as it is.
+        regroups: whether documents that begin alike come into the same rows, up to the data set's row length; False
+            keeps the rows' documents.
+        ranks: that share the rows; where rows are not packed, none becomes much longer than a rank's part of all
+            tokens, so that there is work for each.
     """
     assert can_share(dataset), "documents with something beside their tokens that cannot be shared"
     sets = [dataset.columns, *(companion.columns for companion in dataset.companions.values())]
-    rows = _arranged(sets, dataset)
+    rows = _arranged(sets, dataset, ranks) if regroups else dataset.rows
     reused = [reused_tokens(columns, rows) for columns in sets]
     saved, total = sum(int(one.sum()) for one in reused), sum(int(columns.lengths.sum()) for columns in sets)
-    if not saved or saved < least_saved * total:
+    # packed rows are all of one length: as many of them cost as much
+    if not saved or saved < least_saved * total or (regroups and dataset.packing and len(rows) >= len(dataset)):
         return dataset
     companions = {
         name: _with_rows(companion, replace(rows, reused=one))
@@ -130,11 +134,9 @@ def reused_tokens(columns: Columns, rows: Packs) -> IntArray:
     return found
 
 
-def _arranged(sets: Sequence[Columns], dataset: TokenDataset) -> Packs:
+def _arranged(sets: Sequence[Columns], dataset: TokenDataset, ranks: int) -> Packs:
     """Returns rows whose documents may begin alike."""
     columns, group = dataset.columns, dataset.group
-    if group > 1 and not dataset.packing:
-        return dataset.rows
     ordered = _sorted_groups(columns)
     line = Packs(offsets=np.array([0, len(ordered)]), documents=ordered).of_groups(group)
     reused = [reused_tokens(one, line) for one in sets]
@@ -146,7 +148,10 @@ def _arranged(sets: Sequence[Columns], dataset: TokenDataset) -> Packs:
     first = reused[0].reshape(-1, group)[:, 0]
     after = np.max(within, axis=0)
     alone = np.max([own + less.reshape(-1, group)[:, 0] for own, less in zip(within, reused, strict=True)], axis=0)
-    bundles = _bundles(after, alone, first > 0, dataset.seq_length)
+    room = dataset.seq_length
+    if not dataset.packing:
+        room = min(room, max(int(alone.max()), -(-int(after.sum()) // ranks)))
+    bundles = _bundles(after, alone, first > 0, room)
     rows = _Bundled(ordered, bundles, alone, after)
     if not dataset.packing:
         return rows.each().of_groups(group)

@@ -260,6 +260,15 @@ class LayerVariant:
         """Returns the modules that stand in the place of one of `engine.models.names.FUSED` of a plain layer."""
         return (fused,)
 
+    def branch_obstacle(self, *, context: bool) -> str | None:
+        """Returns why a document cannot continue another in its branches (`engine.branches`), as words that follow
+        "layers of such a model"; None where it can.
+
+        Args:
+            context: whether rows are split over context ranks.
+        """
+        return None
+
     def graph_obstacle(self, family: str) -> str | None:
         """Returns why a step of such a model cannot be captured in a CUDA graph; None where it can."""
         return None
@@ -588,6 +597,19 @@ class DecoderConfig:
     def own_attention(self) -> str | None:
         """Says what computes attention, for a run's log, where no kernel of the engine does; None where one does."""
         return None
+
+    def branch_obstacle(self, *, context: bool) -> str | None:
+        """Returns why a document cannot continue another in a row of this model (`engine.branches`), as a clause; None
+        where it can.
+
+        Args:
+            context: whether rows are split over context ranks.
+        """
+        if self.fronts:
+            return "documents with images are not compared"
+        found = (variant.branch_obstacle(context=context) for variant in self.variants)
+        why = next((one for one in found if one is not None), None)
+        return None if why is None else f"layers of {self.family} models {why}"
 
     def check_packing(self) -> None:
         """Raises UserError where layers do not keep the documents of a row apart."""

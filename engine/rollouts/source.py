@@ -57,6 +57,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
+from engine.training.prefixes import choose_sharing
 from engine.training.row_shape import shape_on_mesh
 from engine.training.step_source import SourceState, StepRows
 
@@ -103,6 +104,9 @@ class RolloutSource:
         self._metrics, self._say = metrics, say
         model = training.source.model
         self._routes = RouteShape.of(model.decoder)
+        self._sharing = choose_sharing(config, model.decoder)
+        if self._sharing.obstacle is not None:
+            say(f"prompts are computed with each completion: {self._sharing.obstacle}")
         ends = completion_ends(model.path, tokenizer)
         if outside := sorted(end for end in ends if not 0 <= end < model.decoder.vocab_size):
             say(
@@ -404,7 +408,8 @@ class RolloutSource:
 
     def _teacher_logps(self, teachers: Teachers, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
         """Returns the teachers' log-probabilities of the completions, [K, tokens] of each. Collective."""
-        dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False, routes=False)
+        # a teacher's layers may be of a kind that cannot share
+        dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False, routes=False, shares=False)
         return buffer.of_each(teachers.logps(dataset), dataset)
 
     def _show(self, step: int, samples: Sequence[Sample], buffer: Buffer) -> None:
@@ -496,6 +501,7 @@ class RolloutSource:
         masks: bool = True,
         taken: int = 0,
         routes: bool = True,
+        shares: bool = True,
     ) -> TokenDataset:
         """Returns the completions of some prompts of a buffer as rows, those alone that are learned from; without a
         target the first of them, where there is no other.
@@ -504,6 +510,7 @@ class RolloutSource:
             masks: False for all completions, with all their tokens that were sampled as targets.
             taken: steps that were trained from the buffer.
             routes: whether routers are given the experts that the server chose, where these are known.
+            shares: whether completions may share their prompt in a row.
         """
         config, learned = self._config, self._learned(buffer, taken)
         documents, given = [], []
@@ -542,7 +549,7 @@ class RolloutSource:
             dataset.put(replace(columns, **given_logps))
         if given and self._routes is not None:
             dataset.put(RouteColumns.of(given, self._routes))
-        return dataset
+        return self._sharing.rows(dataset, ranks=self._training.mesh.dp.size) if shares else dataset
 
     def _token_advantages(self, buffer: Buffer, place: int) -> list[float] | None:
         """Returns what teachers add to the advantage of each token of a completion; None without teachers."""

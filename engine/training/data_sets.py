@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from engine.config.data import split_mix
@@ -20,9 +21,10 @@ from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.node_data import NodeData
+from engine.training.prefixes import PrefixSharing, choose_sharing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataSets:
     """Reads the data sets of a run.
 
@@ -73,7 +75,7 @@ class DataSets:
         """Returns the rows of a file of records, of a token store, or of the source that `path` names."""
         given = self.sources.get(path, path)
         stored = given is path and is_store(path)
-        dataset = self._stored(path) if stored else self.node.get(lambda: self._read(given, what))
+        dataset = self._stored(path) if stored else self.node.get(lambda: self.sharing.rows(self._read(given, what)))
         dataset.read_with(None if self.images is None else self.images.family)
         if self.decoder.needs_images and (count := int((dataset.feature_counts == 0).sum())):
             raise UserError(
@@ -87,6 +89,8 @@ class DataSets:
                 "entries: set data.tokenizer to the tokenizer this model was trained with."
             )
         self.log.info(f"{what} data: {dataset.report.summary()}")
+        if self.sharing.obstacle is not None:
+            self.log.info(f"{what} data: documents that begin alike share nothing: {self.sharing.obstacle}")
         for warning in dataset.report.warnings():
             self.log.warning(f"{what} data: {warning}")
         return dataset
@@ -98,7 +102,14 @@ class DataSets:
             raise UserError(f"{path} is a token store, but objective.name {objective.name} {why}: give their records.")
         from engine.data.stored_rows import stored_dataset
 
-        return stored_dataset(path, tokenizer=self.tokenizer, **self._rows)
+        dataset = stored_dataset(path, tokenizer=self.tokenizer, **self._rows)
+        # to find beginnings that are alike all of it is read, which a store is there to avoid
+        return self.sharing.rows(dataset) if self.config.data.share_prefixes == "on" else dataset
+
+    @cached_property
+    def sharing(self) -> PrefixSharing:
+        """Whether documents of a row share their beginnings."""
+        return choose_sharing(self.config, self.decoder)
 
     @property
     def _rows(self) -> dict[str, Any]:

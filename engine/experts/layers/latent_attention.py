@@ -197,6 +197,9 @@ class LatentAttention(Branch):
             f"{prefix}.o_proj", num_heads * sizes.values, hidden, bias=bias, site=first_site + 1, build=build
         )
 
+    def branch_obstacle(self, *, context: bool) -> str | None:
+        return None if self.index is None else "choose the keys that a query sees within its own document"
+
     @property
     def linear_shapes(self) -> tuple[LinearShape, ...]:
         return (*self.qkv.shapes, *self.o_proj.shapes)

@@ -46,9 +46,7 @@ class PrefixSharing:
 
         if not can_share(dataset):
             return dataset
-        return with_shared_prefixes(
-            dataset, least_saved=self.least_saved, regroups=self.regroups, ranks=ranks
-        )
+        return with_shared_prefixes(dataset, least_saved=self.least_saved, regroups=self.regroups, ranks=ranks)
 
 
 def choose_sharing(config: RunConfig, decoder: DecoderConfig) -> PrefixSharing:
@@ -84,9 +82,7 @@ def _obstacle(config: RunConfig, decoder: DecoderConfig, *, has_others: bool) ->
         return "with data.packing concatenate a row is one document"
     if not has_others:
         return "with data.packing false a row holds one document"
-    if config.distillation.whole and any(
-        one != BASE and not is_server(one) for one in config.distillation.teachers
-    ):
+    if config.distillation.whole and any(one != BASE and not is_server(one) for one in config.distillation.teachers):
         return "a teacher with layers of its own passes over the same rows"
     if config.memory.cuda_graph != "none":
         return f"the graphs of memory.cuda_graph {config.memory.cuda_graph} are captured for documents by themselves"

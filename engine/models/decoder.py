@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from engine.batch import Batch, Embeddings, Padding
+from engine.batch import Batch, Embeddings, Padding, SharedTokens
 from engine.choices import EntropyUse
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
@@ -39,7 +39,7 @@ from engine.models.decoder_layer import DecoderLayer
 from engine.models.front_module import Carried, FrontModule
 from engine.models.head_figures import SeveralLabels, TokenFigures, head_figures, is_read_in_backward, scaled_logits
 from engine.models.ropes import Rope
-from engine.ops.attention.token_context import AdapterChoice, ContextPart, PaddingTokens, TokenContext
+from engine.ops.attention.token_context import AdapterChoice, ContextPart, TokenContext, TokenCounts
 from engine.ops.block_loss import BlockLoss
 from engine.ops.capped_loss import capped_loss
 from engine.ops.rope import inverse_frequencies, yarn_frequencies
@@ -232,12 +232,12 @@ class Decoder(nn.Module):
             )
         self._check_row_length(batch.row_length * self.layout.cp.size)
         cos, sin = self._rope_tables(batch)
-        token_index, padding = batch.token_index_BS.flatten(), batch.part(Padding)
+        token_index = batch.token_index_BS.flatten()
         if self.part.embedding:
             carried = self._carried(batch, adapters=adapters, step=step if training else None)
         found = (
             *parts,
-            None if padding is None else PaddingTokens(padding.padding_BS.flatten()),
+            _token_counts(batch),
             *(variant.context_part(batch) for variant in self.config.variants),
             *(
                 front.context_part(batch, rows)
@@ -473,6 +473,15 @@ class Decoder(nn.Module):
         """Returns the token losses of the whole model. See `token_losses`."""
         context = self.context(batch, step, training=training)
         return self.token_losses(self.run_layers(self.embed(batch), context), batch, context)
+
+
+def _token_counts(batch: Batch) -> TokenCounts | None:
+    """Returns how often each token counts; None where each counts once."""
+    padding, shared = batch.part(Padding), batch.part(SharedTokens)
+    if padding is None:
+        return None if shared is None else TokenCounts(shared.counts_BS.flatten())
+    kept_T = (~padding.padding_BS).flatten().float()
+    return TokenCounts(kept_T if shared is None else kept_T * shared.counts_BS.flatten())
 
 
 def rotary_frequencies(rope: Rope, rotary_dim: int) -> Tensor:

@@ -72,6 +72,12 @@ def choose_sharing(config: RunConfig, decoder: DecoderConfig) -> PrefixSharing:
     )
 
 
+def _means_micro_batches(config: RunConfig) -> bool:
+    """Returns whether the loss depends on the micro-batch that a completion is in."""
+    options = config.objective
+    return config.objective.kind.samples and (options.loss_type == "bnpo" or options.top_entropy_quantile < 1.0)
+
+
 def _obstacle(config: RunConfig, decoder: DecoderConfig, *, has_others: bool) -> str | None:
     """Returns why no document continues another in a run's rows, as a clause; None where one may.
 
@@ -82,6 +88,8 @@ def _obstacle(config: RunConfig, decoder: DecoderConfig, *, has_others: bool) ->
         return "with data.packing concatenate a row is one document"
     if not has_others:
         return "with data.packing false a row holds one document"
+    if _means_micro_batches(config):
+        return "the loss is a mean over each micro-batch, whose completions would be others"
     if config.distillation.whole and any(one != BASE and not is_server(one) for one in config.distillation.teachers):
         return "a teacher with layers of its own passes over the same rows"
     if config.memory.cuda_graph != "none":

@@ -210,19 +210,22 @@ def test_a_mask_is_of_a_token_and_its_expert():
 
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_the_gradient_of_the_auxiliary_loss(scale: float | None):
-    """Against autograd of the formula, of two layers' logits with padding, in fp64; a loss scale multiplies it."""
+    """Against autograd of the formula, of two layers' logits with padding and a token that counts three times, in
+    fp64; a loss scale multiplies it."""
     logits = [whole_tensor(name, (TOKENS, 4)).requires_grad_() for name in ("first", "second")]
-    padding = torch.arange(TOKENS) >= TOKENS - 3
+    counts = (torch.arange(TOKENS) < TOKENS - 3).float()
+    counts[1] = 3.0
+    times = counts.long()
     loss_scale = None if scale is None else torch.tensor(scale)
     balance = LoadBalance(0.3, 4, device=torch.device("cpu"), loss_scale=loss_scale)
     balance.begin(counts_alone=False)
-    outputs = [balance.through(one, padding) for one in logits]
+    outputs = [balance.through(one, counts) for one in logits]
     for one in outputs:
-        balance.seen(one, route(one, RULE, loops=True)[1], padding)
+        balance.seen(one, route(one, RULE, loops=True)[1], counts)
     balance.finish_counts()
     torch.stack(outputs).sum().backward()
-    wide = [one.detach().double()[~padding].requires_grad_() for one in logits]
-    scores = torch.softmax(torch.cat(wide), dim=-1)
+    wide = [one.detach().double().requires_grad_() for one in logits]
+    scores = torch.softmax(torch.cat([one.repeat_interleave(times, dim=0) for one in wide]), dim=-1)
     shares = torch.nn.functional.one_hot(scores.topk(2).indices, 4).sum(1).double().mean(0)
     loss = 4 * (shares * scores.mean(0)).sum()
     loss.backward()
@@ -230,5 +233,5 @@ def test_the_gradient_of_the_auxiliary_loss(scale: float | None):
     for one, expected in zip(logits, wide, strict=True):
         assert one.grad is not None and expected.grad is not None
         found = one.grad.double() - 1.0
-        assert not found[padding].any()
-        assert relative_error(found[~padding], expected.grad * 0.3 * (scale or 1.0)) < 1e-4  # beside 1 in fp32
+        assert not found[times == 0].any()
+        assert relative_error(found, expected.grad * 0.3 * (scale or 1.0)) < 1e-4  # beside 1 in fp32

@@ -19,7 +19,7 @@ from engine.kernels.philox import dropout_mask
 from engine.layers.context import AdapterSettings, LayerContext
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.names import CORRECTION
-from engine.ops.attention.token_context import PaddingTokens, TokenContext
+from engine.ops.attention.token_context import TokenContext, TokenCounts
 from engine.ops.dropout import DropoutSite
 
 
@@ -144,14 +144,14 @@ class Router(ShardedModule):
         logits_TE, balance = self._logits(x_TH, context), context.part(LoadBalance)
         if balance is None:
             return self._route(logits_TE, context, loops=loops)
-        layout, padding = self._build.layout, context.part(PaddingTokens)
-        padding_T = None if padding is None else padding.padding_T
-        if padding_T is not None and layout.routes_local_tokens:
-            padding_T = local_part(padding_T, layout.tp)
+        layout, counts = self._build.layout, context.part(TokenCounts)
+        counts_T = None if counts is None else counts.counts_T
+        if counts_T is not None and layout.routes_local_tokens:
+            counts_T = local_part(counts_T, layout.tp)
         # where ranks have the same tokens, the gradient is a partial sum, of which one has it
         if layout.routes_local_tokens or layout.tp.rank == 0:
-            logits_TE = balance.through(logits_TE, padding_T)
+            logits_TE = balance.through(logits_TE, counts_T)
         weights, slots = self._route(logits_TE, context, loops=loops)
         if not context.repeats:
-            balance.seen(logits_TE, slots, padding_T)
+            balance.seen(logits_TE, slots, counts_T)
         return weights, slots

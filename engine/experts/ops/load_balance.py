@@ -76,45 +76,45 @@ class LoadBalance(AuxiliaryLoss):
         self.slope_E.copy_(slope_E if self._loss_scale is None else slope_E * self._loss_scale)
 
     @torch.no_grad()
-    def seen(self, logits_TE: Tensor, slots: Slots, padding_T: Tensor | None) -> None:
+    def seen(self, logits_TE: Tensor, slots: Slots, counts_T: Tensor | None) -> None:
         """Counts, where it is time to.
 
         Args:
             logits_TE: of a router.
             slots: what it chose by them.
-            padding_T: bool, the tokens that are padding; None where none is.
+            counts_T: fp32, how often each token counts; None where each counts once.
         """
         if not self._counts:
             return
-        kept_T = torch.ones_like(logits_TE[:, 0], dtype=torch.float64)
-        if padding_T is not None:
-            kept_T.masked_fill_(padding_T, 0.0)
-        kept_N = kept_T.index_select(0, slots.tokens_N)
-        self._sums_3E[0].scatter_add_(0, slots.experts_N, kept_N)
+        times_T = torch.ones_like(logits_TE[:, 0], dtype=torch.float64)
+        if counts_T is not None:
+            times_T.copy_(counts_T)
+        times_N = times_T.index_select(0, slots.tokens_N)
+        self._sums_3E[0].scatter_add_(0, slots.experts_N, times_N)
         probabilities_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        if padding_T is not None:
-            probabilities_TE.masked_fill_(padding_T[:, None], 0.0)
+        if counts_T is not None:
+            probabilities_TE.mul_(counts_T[:, None])
         self._sums_3E[1].add_(probabilities_TE.sum(dim=0, dtype=torch.float64))
-        self._sums_3E[2].add_(kept_T.sum())
+        self._sums_3E[2].add_(times_T.sum())
 
-    def through(self, logits_TE: Tensor, padding_T: Tensor | None) -> Tensor:
+    def through(self, logits_TE: Tensor, counts_T: Tensor | None) -> Tensor:
         """Returns the logits, to whose gradient backward adds that of the loss."""
-        return _Balanced.apply(logits_TE, padding_T, self) if logits_TE.requires_grad else logits_TE
+        return _Balanced.apply(logits_TE, counts_T, self) if logits_TE.requires_grad else logits_TE
 
 
 class _Balanced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, padding_T: Tensor | None, balance: LoadBalance) -> Tensor:
+    def forward(ctx: Any, logits_TE: Tensor, counts_T: Tensor | None, balance: LoadBalance) -> Tensor:
         probabilities_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        ctx.save_for_backward(probabilities_TE, *(() if padding_T is None else (padding_T,)))
+        ctx.save_for_backward(probabilities_TE, *(() if counts_T is None else (counts_T,)))
         ctx.balance = balance
         return logits_TE.view_as(logits_TE)
 
     @staticmethod
     def backward(ctx: Any, d_logits_TE: Tensor) -> tuple[Tensor, None, None]:
-        probabilities_TE, *padding = ctx.saved_tensors
+        probabilities_TE, *counts = ctx.saved_tensors
         slope_E = ctx.balance.slope_E
         added_TE = probabilities_TE * (slope_E - probabilities_TE @ slope_E[:, None])
-        if padding:
-            added_TE.masked_fill_(padding[0][:, None], 0.0)
+        if counts:
+            added_TE.mul_(counts[0][:, None])
         return added_TE.add_(d_logits_TE).to(d_logits_TE.dtype), None, None

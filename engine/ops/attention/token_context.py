@@ -69,17 +69,17 @@ class AdapterChoice(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PaddingTokens(ContextPart):
-    """The tokens that are padding.
+class TokenCounts(ContextPart):
+    """How often tokens count in a loss of the layers.
 
     Args:
-        padding_T: bool.
+        counts_T: float32, the documents that a token is a part of (`engine.branches`); 0 for padding.
     """
 
-    padding_T: Tensor
+    counts_T: Tensor
 
     def shared(self) -> tuple[Tensor, ...]:
-        return (self.padding_T,)
+        return (self.counts_T,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

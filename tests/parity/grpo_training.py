@@ -21,6 +21,7 @@ from engine.config.load import parse_config
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
+from engine.data.row_shape import round_up
 from engine.distributed.sharding import NamedShard
 from engine.experts.router_load import RouterLoad
 from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
@@ -31,6 +32,7 @@ from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import build_training
+from engine.training.prefixes import choose_sharing
 from engine.training.row_shape import shape_on_mesh
 from engine.training.start_model import check_model, model_source
 from tests.support.commands import options
@@ -96,11 +98,12 @@ class Found(NamedTuple):
     adapter: dict[str, Tensor]
 
 
-def save_start(folder: Path, *, experts: bool = False) -> None:
+def save_start(folder: Path, *, experts: bool = False, prompts: tuple[int, int] = (2, 6)) -> None:
     """`model`: a small Llama; `adapter`: a PEFT folder whose B is drawn; `batches.json`: what was sampled.
 
     Args:
         experts: the model is a Mixtral, whose routers do not choose evenly; its adapters are on attention.
+        prompts: the least tokens of a prompt, and one more than the most.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -123,16 +126,16 @@ def save_start(folder: Path, *, experts: bool = False) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     adapted.save_pretrained(folder / "adapter")
-    drawn = [[asdict(one) for one in _draw(number)] for number in range(STEPS)]
+    drawn = [[asdict(one) for one in _draw(number, prompts)] for number in range(STEPS)]
     (folder / "batches.json").write_text(json.dumps(drawn), encoding="utf-8")
 
 
-def _draw(number: int) -> list[Drawn]:
+def _draw(number: int, prompts: tuple[int, int]) -> list[Drawn]:
     """A generation batch: groups of members, one of which nobody could judge now and then."""
     random = np.random.default_rng(number)
     found = []
     for group in range(GROUPS):
-        prompt = random.integers(3, VOCABULARY, random.integers(2, 6)).tolist()
+        prompt = random.integers(3, VOCABULARY, random.integers(*prompts)).tolist()
         for member in range(MEMBERS):
             length = int(random.integers(1, LONGEST + 1))
             if group == 0 and member == number % MEMBERS:
@@ -362,6 +365,7 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int, to
             seq_length=config.data.seq_length,
             packing=config.data.fills_rows,
         )
+        dataset = choose_sharing(config, decoder).rows(dataset, ranks=training.mesh.dp.size)
         if objective.num_iterations > 1:
             columns = dataset.extra(CompletionColumns)
             assert columns is not None
@@ -379,9 +383,7 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int, to
             loader = DataLoader(
                 dataset,
                 shape_on_mesh(config, launch.device, training.mesh),
-                global_batch_size=-(-len(dataset) // config.train.micro_batch_size) * config.train.micro_batch_size
-                if config.data.fills_rows
-                else config.train.global_batch_size,
+                global_batch_size=round_up(len(dataset), config.train.micro_batch_size * training.mesh.dp.size),
                 seed=0,
                 shuffle=False,
                 num_workers=0,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.branches import Parents
+from engine.document_levels import device_levels
 from engine.kernels.records import Documents
 from engine.zigzag import ContextPlan
 
@@ -212,11 +213,14 @@ class Batch:
 
     @property
     def documents(self) -> Documents:
-        """The documents of the whole rows as attention takes them."""
+        """The documents of the whole rows as attention takes them; made once for all layers."""
         # where only the device knows the lengths: no document crosses a row, and rows are whole
         found = Documents.of_rows(
             self.document_lengths, self.document_offsets, row_length=self.row_length, parents=self.document_parents
         )
+        if self.document_parents and self.document_offsets.is_cuda:
+            levels = device_levels(self.document_lengths, self.document_parents, self.document_offsets.device)
+            found = replace(found, levels=levels)
         for part in self.parts:
             found = part.attended(found)
         return found

@@ -12,6 +12,7 @@ side right behind it. So the queries that see a document whole are one span.
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import add
 
 from engine.spans import Block, Span
 
@@ -71,6 +72,16 @@ def first_positions(lengths: tuple[int, ...], parents: Parents) -> tuple[int, ..
     for parent in parents or (-1,) * len(lengths):
         found.append(0 if parent < 0 else found[parent] + lengths[parent])
     return tuple(found)
+
+
+def longest_path(lengths: tuple[int, ...], parents: Parents) -> int:
+    """Returns the most tokens that a token may see, itself included: of a document and all that it continues.
+
+    Args:
+        lengths: tokens of the documents, at least one, which lie one after the other.
+        parents: of each of them; () where none continues another.
+    """
+    return max(map(add, first_positions(lengths, parents), lengths))
 
 
 def continuations(lengths: tuple[int, ...], parents: Parents) -> tuple[Span, ...]:

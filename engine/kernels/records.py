@@ -124,6 +124,26 @@ class SeenWhole(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentLevel:
+    """Full blocks of attention, which share neither queries nor keys: to some of the documents that others continue.
+
+    Args:
+        queries, keys: tokens of all blocks, in their order: the first and the end of a span where they are one, else
+            their int64 numbers on the device.
+        query_offsets, key_offsets: int32 [blocks + 1] on the device, cumulative numbers of the blocks' queries and
+            keys, from 0.
+        longest_query, longest_key: the most queries and keys of a block.
+    """
+
+    queries: tuple[int, int] | Tensor
+    keys: tuple[int, int] | Tensor
+    query_offsets: Tensor
+    key_offsets: Tensor
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
     """The documents of a micro-batch along its T tokens.
 
@@ -135,6 +155,8 @@ class Documents:
         max_length: no document is longer.
         seen_whole: tokens that see later tokens too; None where none does.
         parents: the document that each one continues, whose tokens its own see too; see `engine.branches`.
+        levels: these documents' levels on the device, for an attention that takes offsets from there; () where no
+            document continues another, or no attention here reads them.
     """
 
     lengths: tuple[int, ...]
@@ -142,6 +164,12 @@ class Documents:
     max_length: int
     seen_whole: SeenWhole | None = None
     parents: tuple[int, ...] = ()
+    levels: tuple[DocumentLevel, ...] = ()
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether any document continues another."""
+        return any(parent >= 0 for parent in self.parents)
 
     @classmethod
     def of_rows(

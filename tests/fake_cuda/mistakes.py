@@ -15,7 +15,7 @@ from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.kernels.triton import swiglu
 from engine.layers.host_copies import CudaTransfer, sent
-from engine.ops.attention.varlen import flash_varlen_backward, flash_varlen_forward
+from engine.ops.attention.flash_calls import flash_varlen_backward, flash_varlen_forward
 from tests.fake_cuda.cuda import DEVICE
 from tests.fake_cuda.recorder import Recorder
 

@@ -190,10 +190,10 @@ MISTAKES = {
         ),
         lane="fake CUDA",
         test=_layout("packed rows"),
-        said=r"_flash_attention_forward at engine/ops/attention/varlen.py:\d+ refuses cum_seq_q in torch.int64",
+        said=r"_flash_attention_forward at engine/ops/attention/flash_calls.py:\d+ refuses cum_seq_q in torch.int64",
     ),
     "a document's length that is not rounded": Mistake(
-        edits=(Edit("engine/ops/attention/varlen.py", "return -(-longest // _BLOCK) * _BLOCK", "return longest"),),
+        edits=(Edit("engine/ops/attention/flash_calls.py", "return -(-longest // _BLOCK) * _BLOCK", "return longest"),),
         lane="unit",
         test=("-k", "whole_blocks", "tests/unit/test_varlen_attention.py"),
         said=r"test_the_bound_of_the_lengths_is_whole_blocks",

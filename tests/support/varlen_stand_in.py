@@ -1,4 +1,4 @@
-"""`engine.ops.attention.varlen.flash_varlen` in plain torch, on any device and in any dtype.
+"""`engine.ops.attention.flash_calls.flash_varlen` in plain torch, on any device and in any dtype.
 
 Like torch's kernels it reads the boundaries on the device alone: nothing here depends on a value on the host. O(T^2)
 memory.

@@ -31,6 +31,7 @@ LEVELS = {
     "engine.config": 1,
     "engine.telemetry": 1,
     "engine.batch": 2,
+    "engine.document_levels": 2,
     "engine.distributed": 2,
     "engine.quantization": 2,
     "engine.ops": 3,
@@ -66,6 +67,7 @@ LEVELS = {
 FOR_ALL = (
     "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",
     "engine.seams", "engine.sentences", "engine.zigzag", "engine.branches", "engine.spans",
+    "engine.document_levels",
 )  # fmt: skip
 """Records and helpers that every part of the engine may name, also on their own level."""
 

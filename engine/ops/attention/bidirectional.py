@@ -93,6 +93,7 @@ class BidirectionalAttention:
         """See `engine.ops.attention.packed.causal_attention`."""
         if documents.seen_whole is None:
             return self.plain(q_THD, k_TKD, v_TKD, documents, scale=scale)
+        assert not documents.has_branches, "documents with images do not continue others"
         out: Tensor = _Bidirectional.apply(q_THD, k_TKD, v_TKD, documents, scale, self.attention)
         return out
 

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.branches import levels
 from engine.kernels.records import Documents
-from engine.ops.attention.blocks import AttentionBlocks, add_round_, merge_round_
+from engine.ops.attention.blocks import AttentionBlocks, add_round_, merge_, merge_round_
+from engine.ops.attention.flash_calls import (
+    flash_level_backward,
+    flash_level_forward,
+    flash_varlen_backward,
+    flash_varlen_forward,
+    whole_blocks,
+)
 from engine.ops.attention.masked import Rule, masked_backward, masked_blocks, masked_forward
-from engine.ops.attention.varlen import flash_varlen_backward, flash_varlen_forward, whole_blocks
 from engine.spans import Block, Span
 
 
@@ -89,14 +95,28 @@ def _causal(documents: Documents) -> tuple[Block, ...]:
 
 @dataclass(frozen=True, slots=True)
 class InOneCall:
-    """All documents in one call of a flash kernel, with boundaries from the device."""
+    """All documents in one call of a flash kernel, with boundaries from the device, and one more for each level of
+    documents that others continue.
+
+    A level's tokens are gathered for its call: kernels differ in what they do for queries without keys, which lie
+    between the blocks. FlashAttention-2 writes a log sum exp of plus infinity, FlashAttention-3 one of minus infinity.
+    """
 
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
     ) -> tuple[Tensor, Tensor]:
         assert documents.offsets is not None
         longest = whole_blocks(documents.max_length)
-        return flash_varlen_forward(q_THD, k_TKD, v_TKD, documents.offsets, longest, scale)
+        out, lse = flash_varlen_forward(q_THD, k_TKD, v_TKD, documents.offsets, longest, scale)
+        for level in documents.levels:
+            out = out.to(torch.promote_types(out.dtype, torch.float32))
+            keys = _taken(k_TKD, level.keys), _taken(v_TKD, level.keys)
+            found, found_lse = flash_level_forward(_taken(q_THD, level.queries), *keys, level, scale)
+            rows, rows_lse = _taken(out, level.queries), _taken(lse, level.queries)
+            merge_(rows, rows_lse, found, found_lse)
+            _put_back(out, level.queries, rows)
+            _put_back(lse, level.queries, rows_lse)
+        return out, lse
 
     def backward(
         self,
@@ -113,7 +133,63 @@ class InOneCall:
         assert documents.offsets is not None
         longest = whole_blocks(documents.max_length)
         saved = (q_THD, k_TKD, v_TKD, out_THD, lse_TH)
-        return flash_varlen_backward(dout_THD, saved, documents.offsets, longest, scale)
+        gradients = flash_varlen_backward(dout_THD, saved, documents.offsets, longest, scale)
+        for level in documents.levels:
+            dout, q, out, lse = (_taken(x, level.queries) for x in (dout_THD, q_THD, out_THD, lse_TH))
+            k, v = _taken(k_TKD, level.keys), _taken(v_TKD, level.keys)
+            found = flash_level_backward(dout, (q, k, v, out, lse), level, scale)
+            for total, part, places in zip(gradients, found, (level.queries, level.keys, level.keys), strict=True):
+                rows = _taken(total, places)
+                rows += part
+                _put_back(total, places, rows)
+        return gradients
+
+
+def _taken(x: Tensor, places: tuple[int, int] | Tensor) -> Tensor:
+    """Returns the rows of a level; a view where they are one span."""
+    return x.index_select(0, places) if isinstance(places, Tensor) else x[slice(*places)]
+
+
+def _put_back(x: Tensor, places: tuple[int, int] | Tensor, rows: Tensor) -> None:
+    """Puts what `_taken` returned, and was changed, into its place."""
+    if isinstance(places, Tensor):
+        x.index_copy_(0, places, rows)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, attention: MergeableAttention
+    ) -> Tensor:
+        wide, lse = attention.forward(q, k, v, documents, scale=scale)
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.documents, ctx.scale, ctx.attention = documents, scale, attention
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        # autograd may hand down an expanded gradient
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        saved = ctx.saved_tensors  # once: recomputed tensors are freed with it
+        found = ctx.attention.backward(dout, *saved, ctx.documents, scale=ctx.scale)
+        dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(found, saved[:3], strict=True))
+        return dq, dk, dv, None, None, None
+
+
+def merged_attention(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    attention: MergeableAttention,
+) -> Tensor:
+    """Computes attention by several calls whose results are merged, differentiably; see
+    `engine.ops.attention.packed.causal_attention`."""
+    out: Tensor = _Merged.apply(q_THD, k_TKD, v_TKD, documents, scale, attention)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

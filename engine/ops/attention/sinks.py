@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.branches import longest_path
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import Documents
@@ -124,10 +125,11 @@ class SinkAttention:
         Raises:
             UserError: the documents' lengths are not on the host, where they are needed.
         """
-        longest = max(documents.lengths, default=documents.max_length)
+        known = bool(documents.lengths)
+        longest = longest_path(documents.lengths, documents.parents) if known else documents.max_length
         hides_nothing = self.window is None or longest <= self.window
         attention = self.whole if hides_nothing else ByWindow(self.window)
-        if not documents.lengths and not isinstance(attention, InOneCall):
+        if not known and not isinstance(attention, InOneCall):
             raise UserError(
                 "a captured graph knows the lengths of documents on the device alone, and attention with sinks and "
                 f"window {self.window} reads them on the host here: turn the capture of graphs off."

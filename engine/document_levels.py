@@ -1,0 +1,58 @@
+"""The levels of documents that continue others as one call of a kernel takes each: what it reads on the device.
+
+The blocks of a level (`engine.branches.levels`) lie apart in a micro-batch, and kernels for sequences of various
+lengths take queries, and keys, that lie one after the other. So the tokens of a level are gathered, unless they are one
+span. Made once per micro-batch, for all layers.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.branches import Parents, levels
+from engine.kernels.records import DocumentLevel
+from engine.spans import merged
+
+
+def device_levels(lengths: tuple[int, ...], parents: Parents, device: torch.device) -> tuple[DocumentLevel, ...]:
+    """Returns the levels of these documents; what they need on the device is sent in two copies, for which the host
+    does not wait.
+
+    Args:
+        lengths: tokens of the documents, which lie one after the other.
+        parents: of each of them; () where none continues another.
+    """
+    blocks = levels(lengths, parents)
+    sides = [side for level in blocks for side in zip(*(block[:2] for block in level), strict=True)]
+    if not sides:
+        return ()
+    spans = [merged(list(side)) for side in sides]
+    apart = [torch.cat([torch.arange(*span) for span in one]) for one in spans if len(one) > 1]
+    ends = [torch.tensor([0, *accumulate(span.length for span in side)], dtype=torch.int32) for side in sides]
+    places, offsets = iter(_sent(apart, device)), _sent(ends, device)
+    tokens = [one[0] if len(one) == 1 else next(places) for one in spans]
+    longest = [max(span.length for span in side) for side in sides]
+    return tuple(
+        DocumentLevel(
+            queries=tokens[query],
+            keys=tokens[query + 1],
+            query_offsets=offsets[query],
+            key_offsets=offsets[query + 1],
+            longest_query=longest[query],
+            longest_key=longest[query + 1],
+        )
+        for query in range(0, len(sides), 2)
+    )
+
+
+def _sent(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns 1-dimensional tensors on the device, all in one copy."""
+    if not tensors:
+        return ()
+    whole = torch.cat(tensors)
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    return whole.to(device, non_blocking=True).split([len(tensor) for tensor in tensors])

@@ -46,6 +46,7 @@ EXTRAS = {
         "mlperf-logging==4.1.68",
         "mypy",
         "peft",
+        "prefix-grouper",
         "prometheus_client",
         "pytest",
         "pytest-timeout",

@@ -43,5 +43,6 @@ def test_outputs_and_gradients_are_prefix_groupers(group: list[int], backend: st
     documents = Documents.of_rows(tuple(group), row_length=tokens, parents=(-1, *[0] * (len(group) - 1)))
     ours = kernels.attention(q, k, v, documents, scale=16**-0.5)
     (ours * weights).sum().backward()
-    for name, found, wanted in zip("out dq dk dv".split(), (ours.detach(), q.grad, k.grad, v.grad), expected, strict=True):
+    names, founds = ("out", "dq", "dk", "dv"), (ours.detach(), q.grad, k.grad, v.grad)
+    for name, found, wanted in zip(names, founds, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")

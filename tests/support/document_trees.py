@@ -35,6 +35,32 @@ def seen_tokens(lengths: tuple[int, ...], parents: tuple[int, ...]) -> Tensor:
     return seen
 
 
+def token_positions(lengths: tuple[int, ...], parents: tuple[int, ...]) -> Tensor:
+    """Returns int64 [T], how many tokens each token sees before itself."""
+    return seen_tokens(lengths, parents).sum(1) - 1
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Returns attention [T, H, D] under a mask [T, T], with all scores at once and a sink [H] as one more key."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, : len(k)], v)
+
+
 def unshared(lengths: tuple[int, ...], parents: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
     """Returns the texts that end with documents that none continues, whole and one after the other: the token that
     each of theirs is in the tree, int64, and their lengths."""

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.branches import Parents, paths
 from engine.kernels.records import Documents
+from engine.spans import Span, merged
 
 
 def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: float) -> Tensor:
@@ -29,10 +30,8 @@ def _over_branches(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], pa
     parts = []
     for number, path in enumerate(paths(parents, len(lengths))):
         own = slice(starts[number], starts[number + 1])
-        keys, values = (
-            torch.cat([*(x[starts[before] : starts[before + 1]] for before in path), x[own]]).transpose(0, 1)
-            for x in (k, v)
-        )
+        spans = merged([Span(starts[other], starts[other + 1]) for other in (*path, number)])
+        keys, values = (torch.cat([x[start:stop] for start, stop in spans]).transpose(0, 1) for x in (k, v))
         seen = torch.ones(lengths[number], keys.shape[1], dtype=torch.bool, device=q.device)
         seen = seen.tril(keys.shape[1] - lengths[number])
         out = scaled_dot_product_attention(
@@ -65,7 +64,7 @@ def causal_attention(
     Returns:
         [T, H, D].
     """
-    if parents:
+    if any(parent >= 0 for parent in parents):
         return _over_branches(q_THD, k_TKD, v_TKD, document_lengths, parents, scale)
     runs = [(length, len(list(same))) for length, same in groupby(document_lengths)]
     if len(runs) == 1:

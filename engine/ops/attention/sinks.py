@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.branches import longest_path
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
+from engine.ops.attention.masked import hides_nothing
 from engine.ops.attention.mergeable import ByDocument, ByWindow, InOneCall, MergeableAttention
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.gradients import GradientSink
@@ -125,11 +125,8 @@ class SinkAttention:
         Raises:
             UserError: the documents' lengths are not on the host, where they are needed.
         """
-        known = bool(documents.lengths)
-        longest = longest_path(documents.lengths, documents.parents) if known else documents.max_length
-        hides_nothing = self.window is None or longest <= self.window
-        attention = self.whole if hides_nothing else ByWindow(self.window)
-        if not known and not isinstance(attention, InOneCall):
+        attention = self.whole if hides_nothing(self.window, documents) else ByWindow(self.window)
+        if not documents.lengths and not isinstance(attention, InOneCall):
             raise UserError(
                 "a captured graph knows the lengths of documents on the device alone, and attention with sinks and "
                 f"window {self.window} reads them on the host here: turn the capture of graphs off."

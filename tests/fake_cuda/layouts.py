@@ -91,6 +91,8 @@ GRPO = (
     f"{PACKED} --objective.name grpo --objective.beta 0.1 --rollout.rewards [exact_match] --rollout.num_generations 4 "
     "--rollout.max_completion_length 5 --rollout.slots 4 --rollout.top_p 0.9 --rollout.steps_per_generation 2"
 )
+SHARED = "--data.share_prefixes on"
+LEVELS = ("calls of levels",)
 REPLAYS = ("graph replays",)
 ULYSSES = "--parallel.context_method ulysses"
 JOINT = "--parallel.sequence false --parallel.lora_reduce joint"
@@ -100,6 +102,17 @@ CASES = {
     "triton kernels": Case(expects=("triton launches",)),
     "reference kernels": Case(options="--model.kernels reference"),
     "packed rows": Case(options=PACKED),
+    "packed rows, shared beginnings": Case(options=f"{PACKED} {SHARED}", quick=True, expects=LEVELS),
+    "packed rows, shared beginnings, recomputed": Case(
+        options=f"{PACKED} {SHARED} --memory.recompute full", expects=LEVELS
+    ),
+    "gpt-oss, shared beginnings": Case(model=GPT_OSS, options=f"{PACKED} {SHARED}", expects=LEVELS),
+    "ring of 2, shared beginnings": Case(
+        options=f"{PACKED} {SHARED} --parallel.context 2", world=8, rank=1, expects=("transfer",)
+    ),
+    "ulysses of 2, shared beginnings": Case(
+        options=f"{PACKED} {SHARED} --parallel.context 2 {ULYSSES}", world=8, rank=1, expects=LEVELS
+    ),
     "all parameters": Case(trains_all=True),
     "all parameters in float16": Case(trains_all=True, options="--model.dtype float16"),
     "all parameters, tied": Case(trains_all=True, model=TIED),

@@ -26,6 +26,7 @@ from engine.data.collate import pin
 from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
+from engine.data.prefixes import with_shared_prefixes
 from engine.distributed.transfer_meter import METER
 from engine.experts.router_load import RouterLoad
 from engine.runtime.launch import Launch
@@ -181,16 +182,22 @@ def _train(case: Case, folder: Path, device: Recorder) -> list[dict[str, int]]:
 
 
 def _dataset(config: RunConfig) -> TokenDataset:
-    """Documents of 8 to 64 tokens."""
+    """Documents of 8 to 64 tokens; where beginnings are to be shared, four at a time begin alike."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(8, config.data.seq_length + 1, size=256)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     targets = np.ones(offsets[-1], dtype=bool)
     targets[offsets[:-1]] = False
     tokens = generator.integers(0, LLAMA["vocab_size"], size=offsets[-1], dtype=np.int32)
-    return TokenDataset(
+    shares = config.data.share_prefixes == "on"
+    for first in range(0, len(lengths), 4) if shares else ():
+        for other in range(first + 1, first + 4):
+            count = min(lengths[first], lengths[other], 24)
+            tokens[offsets[other] : offsets[other] + count] = tokens[offsets[first] : offsets[first] + count]
+    dataset = TokenDataset(
         contiguous(tokens, targets, offsets), seq_length=config.row_length, packing=config.data.fills_rows
     )
+    return with_shared_prefixes(dataset) if shares else dataset
 
 
 def _reporter(

@@ -154,6 +154,7 @@ class Recorder(TorchDispatchMode):
             args = self._indexed(name, args)
         if name == "_flash_attention_forward":
             self.operations[name] += 1
+            self.operations["calls of levels"] += not args[8]  # which are not causal
         written, is_view = _schema(func)
         if name == "_fused_adamw_":  # has no implementation without numbers
             out = self._check_adamw(*args, **kwargs)

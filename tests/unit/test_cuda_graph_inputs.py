@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_what_fits():
     assert SHAPE.fits(_batch((24,), (20,))) and SHAPE.fits(_batch((1, 2, 21), (3, 4, 17)))
     assert not SHAPE.fits(_batch((1, 2, 21), (3, 4, 5, 12))), "seven documents"
     assert not SHAPE.fits(_batch((24,)))
+    assert not SHAPE.fits(replace(_batch((1, 2, 21), (20,)), document_parents=(-1, 0, 0, -1))), "branches"
     assert not SHAPE.fits(_batch((20,), (20,), length=20))
     assert not SHAPE.fits(_batch((24,), (24,)).with_parts(Embeddings(embeddings_TH=torch.zeros(48, 4))))
 

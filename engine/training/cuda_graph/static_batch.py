@@ -7,7 +7,8 @@ A graph repeats launches with the arguments of its capture. So each input
 - is on the device: document lengths on the host are empty, and the longest document is taken to be as long as a row.
 The other changing inputs are 0-dim tensors: target count and learning rate (`TrainStep.prepare`), the step count
 that dropout draws from, the optimizer's counters, its clip factor and its flag for gradients that are not finite.
-A micro-batch of another shape, or of more documents, does not fit and is computed without a graph.
+A micro-batch of another shape, or of more documents, or in which documents continue others, does not fit and is
+computed without a graph.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class StaticShape:
         return (
             (batch.num_rows, batch.row_length) == (self.rows, self.length)
             and len(batch.document_lengths) <= self.documents
+            and not batch.document_parents
             and batch.context_plan is None
             and all(part.graphs_ignore for part in batch.parts)
         )

@@ -1,36 +1,40 @@
 """The runs of a rank's tokens along which a state is carried.
 
-A state never crosses a document. On context ranks a document is cut at the borders of chunks (`engine.zigzag`), and its
-state goes from piece to piece: every rank knows all pieces, so that each can tell whose states it needs.
+A state never crosses a document, but a document that continues another begins with that one's last state
+(`engine.branches`). On context ranks a document is cut at the borders of chunks (`engine.zigzag`), and its state goes
+from piece to piece: every rank knows all pieces, so that each can tell whose states it needs.
 
-Legend: T tokens of this rank, P pieces, L tokens of a chunk of the computation, W taps of a convolution.
+Legend: T tokens of this rank, P pieces, L tokens of a chunk of the computation, W taps of a convolution, R received
+pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.branches import Parents, check_parents, depths
 from engine.layers import host_copies
 from engine.ops.attention.token_context import ContextPart
-from engine.zigzag import ContextLayout, rank_columns
+from engine.zigzag import ContextLayout, Span, merged, rank_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A piece of a document that lies in several pieces.
+    """A piece that begins with another one's last state, or whose last state another one begins with.
 
     Args:
         rank: context rank that has it.
         sent, received: its place among the pieces that this rank sends, and receives; -1 where it is not one.
         index: of the piece on that rank.
         length: tokens.
+        after: number of the link whose last state it begins with, an earlier one; -1 where it begins with zeros.
     """
 
     rank: int
@@ -38,6 +42,23 @@ class Link:
     received: int
     index: int
     length: int
+    after: int
+
+
+class Level(NamedTuple):
+    """The documents that continue equally many others, directly or not, on one process.
+
+    Args:
+        pieces: these documents; those that others continue are sent, and all are received but in the first level.
+        tokens: theirs, int64, or a slice where they lie side by side.
+        starts: int64 [R], which of the states that the level before sends each begins with; None in the first level.
+        branches: how many documents continue each of those that the level before sends, whose numbers are neighbours.
+    """
+
+    pieces: Pieces
+    tokens: Tensor | slice
+    starts: Tensor | None
+    branches: tuple[int, ...]
 
 
 class Chunks(NamedTuple):
@@ -63,7 +84,8 @@ class Pieces(ContextPart):
         offsets: int32 [P + 1], cumulative, on the device.
         received: pieces that have an initial state.
         sent: pieces whose last state is asked for.
-        chains: the documents that lie in several pieces, each piece by piece; the same on all context ranks.
+        parents: the piece that each one continues, where documents are whole on one process; () for none.
+        links: pieces with states that others begin with, or that begin with one; the same on all context ranks.
         rank: of this rank among them.
         most_sent, most_received: the most pieces that any of these ranks sends, and receives.
     """
@@ -72,7 +94,8 @@ class Pieces(ContextPart):
     offsets: Tensor
     received: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
-    chains: tuple[tuple[Link, ...], ...] = ()
+    parents: Parents = ()
+    links: tuple[Link, ...] = ()
     rank: int = 0
     most_sent: int = 0
     most_received: int = 0
@@ -94,18 +117,26 @@ class Pieces(ContextPart):
     @classmethod
     def of_batch(cls, batch: Batch) -> Pieces:
         """Returns the pieces of a micro-batch that this rank has."""
-        device = batch.tokens_BS.device
+        device, parents = batch.tokens_BS.device, batch.document_parents
         if batch.context_plan is None:
-            return cls(lengths=batch.document_lengths, offsets=batch.document_offsets)
+            return cls(
+                lengths=batch.document_lengths,
+                offsets=batch.document_offsets,
+                received=_by_parent(parents),
+                parents=parents if max(parents, default=-1) >= 0 else (),
+            )
         plan = batch.context_plan
-        return cls.of_context(plan.layout, plan.rank, device)
+        return cls.of_context(plan.layout, plan.rank, device, parents)
 
     @classmethod
-    def of_context(cls, layout: ContextLayout, rank: int, device: torch.device) -> Pieces:
-        """Returns the pieces that one of the context ranks has."""
+    def of_context(cls, layout: ContextLayout, rank: int, device: torch.device, parents: Parents = ()) -> Pieces:
+        """Returns the pieces that one of the context ranks has.
+
+        Args:
+            parents: of the documents.
+        """
+        check_parents(parents, len(layout.document_lengths))
         lengths: list[list[int]] = [[] for _ in range(layout.size)]
-        received: list[list[int]] = [[] for _ in range(layout.size)]
-        sent: list[list[int]] = [[] for _ in range(layout.size)]
         documents = _documents_by_row(layout)
         pieces: dict[tuple[int, int], tuple[int, int]] = {}  # (document, chunk) -> (rank, index)
         for one in range(layout.size):
@@ -118,33 +149,17 @@ class Pieces(ContextPart):
                         if length > 0:
                             pieces[number, chunk] = (one, len(lengths[one]))
                             lengths[one].append(length)
-        chains = []
-        for number in range(len(layout.document_lengths)):
-            found = [pieces[number, chunk] for chunk in range(2 * layout.size) if (number, chunk) in pieces]
-            links = []
-            for place, (one, index) in enumerate(found if len(found) > 1 else ()):
-                is_sent, is_received = place < len(found) - 1, place > 0
-                links.append(
-                    Link(
-                        rank=one,
-                        sent=len(sent[one]) if is_sent else -1,
-                        received=len(received[one]) if is_received else -1,
-                        index=index,
-                        length=lengths[one][index],
-                    )
-                )
-                if is_sent:
-                    sent[one].append(index)
-                if is_received:
-                    received[one].append(index)
-            if links:
-                chains.append(tuple(links))
+        of_documents = [
+            [pieces[number, chunk] for chunk in range(2 * layout.size) if (number, chunk) in pieces]
+            for number in range(len(layout.document_lengths))
+        ]
+        links, received, sent = _linked(of_documents, parents, lengths)
         return cls(
             lengths=tuple(lengths[rank]),
             offsets=host_copies.sent(torch.tensor([0, *accumulate(lengths[rank])], dtype=torch.int32), device),
             received=tuple(received[rank]),
             sent=tuple(sent[rank]),
-            chains=tuple(chains),
+            links=links,
             rank=rank,
             most_sent=max(map(len, sent)),
             most_received=max(map(len, received)),
@@ -184,7 +199,7 @@ class Pieces(ContextPart):
         if (name, 0) not in self._made:
             places = torch.full((len(self.lengths),), -1, dtype=torch.int32)
             places[list(indices)] = torch.arange(len(indices), dtype=torch.int32)
-            self._made[name, 0] = places.to(self.offsets.device)
+            self._made[name, 0] = host_copies.sent(places, self.offsets.device)
         found = self._made[name, 0]
         assert isinstance(found, Tensor)
         return found
@@ -219,6 +234,87 @@ class Pieces(ContextPart):
         tokens, missing = self._made[key]  # type: ignore[misc]
         return tokens, missing
 
+    def levels(self) -> tuple[Level, ...]:
+        """Returns the pieces by how many others they continue; those of `parents`."""
+        if ("levels", 0) not in self._made:
+            self._made["levels", 0] = self._split()
+        found = self._made["levels", 0]
+        assert isinstance(found, tuple)
+        return found
+
+    def _split(self) -> tuple[Level, ...]:
+        device, found = self.offsets.device, []
+        of_depth = depths(self.parents)
+        before: dict[int, int] = {}  # piece that the level before sends -> its place among these
+        for depth in range(max(of_depth) + 1):
+            own = [index for index, one in enumerate(of_depth) if one == depth]
+            continued = {self.parents[index] for index, one in enumerate(of_depth) if one == depth + 1}
+            starts = [before[self.parents[index]] for index in own if depth]
+            found.append(
+                Level(
+                    pieces=Pieces.of_lengths(
+                        [self.lengths[index] for index in own],
+                        device,
+                        received=tuple(range(len(own))) if depth else (),
+                        sent=tuple(place for place, index in enumerate(own) if index in continued),
+                    ),
+                    tokens=self._tokens_of(own),
+                    starts=host_copies.sent(torch.tensor(starts), device) if depth else None,
+                    branches=tuple(len(tuple(same)) for _, same in groupby(starts)),
+                )
+            )
+            before = {index: place for place, index in enumerate(sorted(continued))}
+        return tuple(found)
+
+    def _tokens_of(self, indices: Sequence[int]) -> Tensor | slice:
+        """Returns the tokens of some pieces."""
+        firsts = self.firsts
+        spans = merged([Span(firsts[index], firsts[index] + self.lengths[index]) for index in indices])
+        if len(spans) == 1:
+            return slice(*spans[0])
+        return host_copies.sent(torch.cat([torch.arange(*span) for span in spans]), self.offsets.device)
+
+    def tokens_before(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the last tokens before each received piece in the documents that it continues, int64 [R, count], and
+        where there are none, bool: there it is 0."""
+        key = ("before", count)
+        if key not in self._made:
+            rows, device = torch.tensor(self._before(count), dtype=torch.int64), self.offsets.device
+            self._made[key] = tuple(host_copies.sent(one, device) for one in (rows.clamp(min=0), rows < 0))
+        tokens, missing = self._made[key]  # type: ignore[misc]
+        return tokens, missing
+
+    def readers_before(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the tokens that are in `tokens_before`, int64 [N], each once, and the places that have each among all
+        R * count, int64 [N, most], R * count where there are fewer."""
+        key = ("readers", count)
+        if key not in self._made:
+            places: dict[int, list[int]] = {}
+            for place, token in enumerate(token for row in self._before(count) for token in row):
+                if token >= 0:
+                    places.setdefault(token, []).append(place)
+            most, none = max(map(len, places.values()), default=0), count * len(self.received)
+            table = [[*found, *[none] * (most - len(found))] for found in places.values()]
+            given = (
+                torch.tensor(list(places), dtype=torch.int64),
+                torch.tensor(table, dtype=torch.int64).view(len(places), most),
+            )
+            self._made[key] = tuple(host_copies.sent(one, self.offsets.device) for one in given)
+        tokens, readers = self._made[key]  # type: ignore[misc]
+        return tokens, readers
+
+    def _before(self, count: int) -> list[list[int]]:
+        """Returns the last tokens before each received piece, -1 where there are none."""
+        firsts, rows = self.firsts, []
+        for index in self.received:
+            row: list[int] = []
+            before = self.parents[index]
+            while before >= 0 and len(row) < count:
+                row = [*range(firsts[before], firsts[before] + self.lengths[before])][len(row) - count :] + row
+                before = self.parents[before]
+            rows.append([-1] * (count - len(row)) + row)
+        return rows
+
     def chunks(self, length: int) -> Chunks:
         """Returns the pieces cut into chunks of at most `length` tokens."""
         if ("chunks", length) not in self._made:
@@ -239,7 +335,7 @@ class Pieces(ContextPart):
                 held = min(length, self.lengths[index] - step * length)
                 row[:held] = torch.arange(firsts[index] + step * length, firsts[index] + step * length + held)
                 rows.append(row)
-        return Chunks(torch.stack(rows).to(self.offsets.device), tuple(counts), tuple(order))
+        return Chunks(host_copies.sent(torch.stack(rows), self.offsets.device), tuple(counts), tuple(order))
 
     def taps(self, width: int) -> Tensor:
         """Returns int64 [W, T], which row each tap of a causal convolution reads for each token, the token's own last:
@@ -252,10 +348,54 @@ class Pieces(ContextPart):
                     start = total + 1 + self.received.index(index) * (width - 1)
                     before = torch.arange(start, start + width - 1)
                 rows.append(torch.cat((before, torch.arange(first, first + length))).unfold(0, width, 1))
-            self._made["taps", width] = torch.cat(rows).T.contiguous().to(self.offsets.device)
+            self._made["taps", width] = host_copies.sent(torch.cat(rows).T.contiguous(), self.offsets.device)
         found = self._made["taps", width]
         assert isinstance(found, Tensor)
         return found
+
+
+def _by_parent(parents: Parents) -> tuple[int, ...]:
+    """Returns the documents that continue others, those of one side by side."""
+    return tuple(sorted((index for index, one in enumerate(parents) if one >= 0), key=lambda index: parents[index]))
+
+
+def _linked(
+    of_documents: list[list[tuple[int, int]]], parents: Parents, lengths: list[list[int]]
+) -> tuple[tuple[Link, ...], list[list[int]], list[list[int]]]:
+    """Returns the links of pieces, and the pieces that each context rank receives, and sends.
+
+    Args:
+        of_documents: rank and index of each piece of each document.
+        parents: of the documents.
+        lengths: of each rank's pieces.
+    """
+    received: list[list[int]] = [[] for _ in lengths]
+    sent: list[list[int]] = [[] for _ in lengths]
+    links: list[Link] = []
+    ends: dict[int, int] = {}  # document -> its last link
+    of_branches = set(parents)
+    for number, found in enumerate(of_documents):
+        parent, continued = parents[number] if parents else -1, number in of_branches
+        after = ends[parent] if parent >= 0 else -1
+        for place, (rank, index) in enumerate(found if len(found) > 1 or continued or after >= 0 else ()):
+            is_sent, is_received = place < len(found) - 1 or continued, after >= 0
+            links.append(
+                Link(
+                    rank=rank,
+                    sent=len(sent[rank]) if is_sent else -1,
+                    received=len(received[rank]) if is_received else -1,
+                    index=index,
+                    length=lengths[rank][index],
+                    after=after,
+                )
+            )
+            after = len(links) - 1
+            if is_sent:
+                sent[rank].append(index)
+            if is_received:
+                received[rank].append(index)
+        ends[number] = after
+    return tuple(links), received, sent
 
 
 def _documents_by_row(layout: ContextLayout) -> list[list[tuple[int, int, int]]]:

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import IGNORE_LABEL, Batch
+from engine.branches import Parents, shifted
 from engine.data.collate import context_part
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
@@ -91,8 +92,12 @@ ROWS: dict[str, tuple[int, tuple[tuple[int, ...], ...]]] = {
     "odd": (709, ((700, 1, 2, 6), (3, 4, 5, 697))),
     # chunks of four ranks have three tokens, fewer than the convolution's taps reach back
     "short": (23, ((17, 1, 5), (23,), (1, 1, 1, 20))),
+    # on context ranks documents continue ones that end on another, and ones shorter than the taps reach back
+    "branches": (240, ((100, 3, 30, 2, 25, 1, 40, 39), (1, 1, 2, 60, 100, 1, 35, 40))),
 }
 """Name -> length of rows, and the documents in each."""
+PARENTS = {"branches": ((-1, 0, 0, 2, 2, 0, -1, 6), (-1, 0, 1, 2, 2, 2, -1, 6))}
+"""Rows -> the document that each document of a row continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,28 +169,47 @@ class HybridRun(Run):
 def micro_batches(rows: str) -> list[Batch]:
     """Returns two micro-batches, of one of these rows each, or of two where they are short."""
     length, documents = ROWS[rows]
-    count = 1 if length > 600 else 2
-    return [
-        make_batch(
-            [(count * number + slot, documents[(number + slot) % len(documents)]) for slot in range(count)],
+    count, found = 1 if length > 600 else 2, []
+    for number in range(2):
+        chosen = [(number + slot) % len(documents) for slot in range(count)]
+        batch = make_batch(
+            [(count * number + slot, documents[row]) for slot, row in enumerate(chosen)],
             row_length=length,
             seq_length=length,
             vocab_size=67,
             seed=3,
         )
-        for number in range(2)
-    ]
+        if rows in PARENTS:
+            parents: Parents = ()
+            for row in chosen:
+                parents += shifted(PARENTS[rows][row], len(documents[row]), len(parents))
+            batch = replace(batch, document_parents=parents)
+            for path in _paths(batch):  # positions continue
+                batch.positions_BS.view(-1)[path] = torch.arange(len(path))
+        found.append(batch)
+    return found
+
+
+def _paths(batch: Batch) -> list[Tensor]:
+    """Returns the tokens of each document behind those that it continues."""
+    parents = batch.document_parents or (-1,) * len(batch.document_lengths)
+    found: list[Tensor] = []
+    for tokens, parent in zip(torch.arange(batch.num_tokens).split(batch.document_lengths), parents, strict=True):
+        found.append(tokens if parent < 0 else torch.cat((found[parent], tokens)))
+    return found
 
 
 def alone(batch: Batch) -> Iterator[Batch]:
-    """Yields each document of a micro-batch as one of its own, whose tokens keep their coordinates."""
+    """Yields each document of a micro-batch as one of its own, whose tokens keep their coordinates, behind those that
+    it continues, which have no loss there."""
     fields = ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
-    first = 0
-    for length in batch.document_lengths:
-        held = {name: getattr(batch, name).flatten()[None, first : first + length] for name in fields}
-        offsets = torch.tensor([0, length], dtype=torch.int32)
-        yield replace(batch, **held, document_offsets=offsets, document_lengths=(length,), parts=())
-        first += length
+    for length, path in zip(batch.document_lengths, _paths(batch), strict=True):
+        held = {name: getattr(batch, name).flatten()[None, path] for name in fields}
+        held["labels_BS"][:, :-length], held["loss_weights_BS"][:, :-length] = IGNORE_LABEL, 0.0
+        offsets = torch.tensor([0, len(path)], dtype=torch.int32)
+        yield replace(
+            batch, **held, document_offsets=offsets, document_lengths=(len(path),), document_parents=(), parts=()
+        )
 
 
 def step(place: Place) -> Seen:

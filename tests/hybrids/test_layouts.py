@@ -75,6 +75,14 @@ def _of(model: str) -> dict[str, Place]:
             "zero 3", "tp2 cp2", "pp2 cp2",
         )
     }  # fmt: skip
+    found |= {
+        f"{name}, branches": replace(found[name], rows="branches")
+        for name in (
+            "packed", "packed, everything", "recompute none", "recompute attention", "recompute full", "offload",
+            "tp2, everything", "tp2 sequence", "pp2", "pp2 zb_v", "cp2", "cp2, everything", "cp4", "cp2 full", "zero 3",
+            "tp2 cp2", "pp2 cp2",
+        )
+    }  # fmt: skip
     if MODELS[model].num_experts:
         experts = {
             "ep2": place(grid=RankGrid(dp=2, ep=2)),
@@ -119,7 +127,12 @@ PLACES: dict[str, Place] = {
     **{f"{model}: {name}": one for model in WHOLE for name, one in _of(model).items()},
     **{f"qwen3.5 wide: {name}": one for name, one in _encoded().items()},
 }
-QUICK = ("qwen3 next: packed, short", "qwen3 next: cp2 short")
+QUICK = (
+    "qwen3 next: packed, short",
+    "qwen3 next: cp2 short",
+    "granite hybrid: packed, branches",
+    "kimi linear: cp2, branches",
+)
 PLACES["qwen3 next: tp2 sequence cp2 short"] = replace(PLACES["qwen3 next: tp2 sequence cp2"], rows="short")
 
 

@@ -120,12 +120,16 @@ def test_pieces_of_context_ranks_hold_each_token_once() -> None:
     layout = ContextLayout.even(size=3, num_rows=2, row_length=25, document_lengths=(7, 18, 1, 2, 22))
     ranks = [Pieces.of_context(layout, rank, CPU) for rank in range(3)]
     assert [one.num_tokens for one in ranks] == [layout.tokens_on(rank) for rank in range(3)]
-    assert all(one.chains == ranks[0].chains for one in ranks)
-    for chain in ranks[0].chains:
-        assert chain[0].received == -1 and chain[-1].sent == -1
-        for link in chain:
-            mine = ranks[link.rank]
-            assert mine.lengths[link.index] == link.length
-            assert link.sent == -1 or mine.sent[link.sent] == link.index
-            assert link.received == -1 or mine.received[link.received] == link.index
-    assert [sum(link.length for link in chain) for chain in ranks[0].chains] == [7, 18, 22]
+    links = ranks[0].links
+    assert all(one.links == links for one in ranks)
+    for number, link in enumerate(links):
+        mine = ranks[link.rank]
+        assert mine.lengths[link.index] == link.length and link.after < number
+        assert link.sent == -1 or mine.sent[link.sent] == link.index
+        assert link.received == -1 or mine.received[link.received] == link.index
+        assert (link.sent >= 0) == any(other.after == number for other in links)
+        assert (link.received >= 0) == (link.after >= 0)
+    totals: list[int] = []
+    for link in links:
+        totals = [*totals, link.length] if link.after < 0 else [*totals[:-1], totals[-1] + link.length]
+    assert totals == [7, 18, 22]

@@ -53,6 +53,7 @@ def cached_convolution(
         pieces: of the pass: prompts, a token of each row, or the new tokens of one row.
         scan: what follows; None for a mixer without further states.
     """
+    assert not pieces.parents, "documents that continue others are not generated"
     weight_CW = weight_C1W.squeeze(1)
     states = cache.states(name) if cache.starts is None else None
     if states is not None and not cache.continues:

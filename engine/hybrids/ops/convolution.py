@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.distributed.mesh import Axis
 from engine.hybrids.kernels import HybridKernels
-from engine.hybrids.ops.passing import add_tail_gradients, received_tails
+from engine.hybrids.ops.passing import add_continued_gradients, add_tail_gradients, continued_tails, received_tails
 from engine.hybrids.pieces import Pieces
 from engine.layers.module import ShardEntry
 from engine.ops.gradients import GradientSink
@@ -33,7 +33,11 @@ class _Convolution(torch.autograd.Function):
         activation: str | None,
         kernels: HybridKernels,
     ) -> Tensor:
-        tail = received_tails(x, weight.shape[-1], pieces, axis) if axis.size > 1 and pieces.chains else None
+        tail = None
+        if axis.size > 1 and pieces.links:
+            tail = received_tails(x, weight.shape[-1], pieces, axis)
+        elif pieces.parents:
+            tail = continued_tails(x, weight.shape[-1], pieces)
         tail = tail if pieces.received else None
         ctx.save_for_backward(x, weight, bias, tail)
         ctx.sinks, ctx.pieces, ctx.axis, ctx.activation, ctx.kernels = sinks, pieces, axis, activation, kernels
@@ -50,10 +54,12 @@ class _Convolution(torch.autograd.Function):
         for sink in ctx.sinks:
             if sink is not None:
                 sink.added()
-        if ctx.axis.size > 1 and ctx.pieces.chains:
+        if ctx.axis.size > 1 and ctx.pieces.links:
             if d_tail is None:
                 d_tail = dx.new_zeros((0, weight.shape[-1] - 1, dx.shape[1]))
             add_tail_gradients(dx, d_tail, ctx.pieces, ctx.axis)
+        elif ctx.pieces.parents:
+            add_continued_gradients(dx, d_tail, ctx.pieces)
         return dx, None, None, None, None, None, None, None
 
 

@@ -2,7 +2,8 @@
 
 A piece does to a state what its tokens do, S -> M S + C. M and C do not depend on S, so all ranks compute those of
 their pieces at the same time, exchange them, and each puts together the state that its own pieces begin with. In
-backward a piece does M^T to the gradient of its last state and adds D, what its own outputs give.
+backward a piece does M^T to the gradient of its last state and adds D, what its own outputs give. A state that several
+pieces begin with, of documents that continue one, has the sum of their gradients.
 
 Legend: R received pieces of this rank, N heads, K, V features of a key and a value, C channels, W taps.
 """
@@ -33,16 +34,16 @@ def first_states(moves: Tensor, adds: Tensor, pieces: Pieces, apply: Apply) -> T
     """Returns the states that this rank's received pieces begin with, [R, ...].
 
     Args:
-        moves, adds: M and C of all ranks' sent pieces, [ranks, most, ...]; M of a document's first piece is not read.
+        moves, adds: M and C of all ranks' sent pieces, [ranks, most, ...]; M of one that receives nothing is not read.
     """
     found: list[tuple[int, Tensor]] = []
-    for chain in pieces.chains:
-        state = adds[chain[0].rank, chain[0].sent]
-        for link in chain[1:]:
-            if link.rank == pieces.rank:
-                found.append((link.received, state))
-            if link.sent >= 0:
-                state = apply(moves[link.rank, link.sent], state) + adds[link.rank, link.sent]
+    last: dict[int, Tensor] = {}
+    for number, link in enumerate(pieces.links):
+        if link.rank == pieces.rank and link.received >= 0:
+            found.append((link.received, last[link.after]))
+        if link.sent >= 0:
+            add = adds[link.rank, link.sent]
+            last[number] = add if link.after < 0 else apply(moves[link.rank, link.sent], last[link.after]) + add
     return _in_order(found, adds)
 
 
@@ -54,15 +55,17 @@ def last_gradients(moves: Tensor, adds: Tensor, pieces: Pieces, apply: Apply) ->
         adds: D of all ranks' received pieces, [ranks, most received, ...].
         apply: M^T.
     """
-    found: list[tuple[int, Tensor]] = []
-    for chain in pieces.chains:
-        gradient: Tensor | None = None
-        for link, after in zip(reversed(chain[:-1]), reversed(chain[1:]), strict=True):
-            own = adds[after.rank, after.received]
-            gradient = own if gradient is None else own + apply(moves[after.rank, after.sent], gradient)
-            if link.rank == pieces.rank:
-                found.append((link.sent, gradient))
-    return _in_order(found, adds)
+    last: dict[int, Tensor] = {}
+    for number, link in reversed(list(enumerate(pieces.links))):
+        if link.after >= 0:
+            first = adds[link.rank, link.received]
+            if link.sent >= 0:
+                first = first + apply(moves[link.rank, link.sent], last[number])
+            last[link.after] = last[link.after] + first if link.after in last else first
+    mine = [
+        (pieces.links[number].sent, one) for number, one in last.items() if pieces.links[number].rank == pieces.rank
+    ]
+    return _in_order(mine, adds)
 
 
 def _in_order(found: list[tuple[int, Tensor]], like: Tensor) -> Tensor:
@@ -85,11 +88,10 @@ def received_tails(x_TC: Tensor, taps: int, pieces: Pieces, axis: Axis) -> Tenso
         own[place, width - count :] = x_TC[stop - count : stop]
     ends = gathered(own, pieces.most_sent, axis)
     found = own.new_zeros((len(pieces.received), width, x_TC.shape[1]))
-    for chain in pieces.chains:
-        for place, link in enumerate(chain):
-            if link.rank == pieces.rank and link.received >= 0:
-                for before, row, count in _shares(chain[:place], width):
-                    found[link.received, row : row + count] = ends[before.rank, before.sent, width - count :]
+    for link in pieces.links:
+        if link.rank == pieces.rank and link.received >= 0:
+            for before, row, count in _shares(pieces, link, width):
+                found[link.received, row : row + count] = ends[before.rank, before.sent, width - count :]
     return found
 
 
@@ -101,21 +103,43 @@ def add_tail_gradients(dx_TC: Tensor, d_tail: Tensor, pieces: Pieces, axis: Axis
     """
     firsts = pieces.firsts
     every = gathered(d_tail, pieces.most_received, axis)
-    for chain in pieces.chains:
-        for place in range(1, len(chain)):
-            for link, row, count in _shares(chain[:place], d_tail.shape[1]):
-                if link.rank == pieces.rank:
-                    stop = firsts[link.index] + link.length
-                    dx_TC[stop - count : stop] += every[chain[place].rank, chain[place].received, row : row + count]
+    for link in pieces.links:
+        for before, row, count in _shares(pieces, link, d_tail.shape[1]):
+            if before.rank == pieces.rank:
+                stop = firsts[before.index] + before.length
+                dx_TC[stop - count : stop] += every[link.rank, link.received, row : row + count]
 
 
-def _shares(links: tuple[Link, ...], width: int) -> list[tuple[Link, int, int]]:
-    """Returns the pieces whose last inputs fill the `width` rows before the next one: the piece, the first row that it
+def _shares(pieces: Pieces, link: Link, width: int) -> list[tuple[Link, int, int]]:
+    """Returns the pieces whose last inputs fill the `width` rows before a piece: the piece, the first row that it
     fills, and how many."""
     found, stop = [], width
-    for link in reversed(links):
+    while link.after >= 0 and stop:
+        link = pieces.links[link.after]
         count = min(stop, link.length)
-        if count:
-            found.append((link, stop - count, count))
+        found.append((link, stop - count, count))
         stop -= count
     return found
+
+
+def continued_tails(x_TC: Tensor, taps: int, pieces: Pieces) -> Tensor:
+    """Returns the inputs of a convolution before each piece that continues others on this process, [R, W - 1, C], zeros
+    before the first of these.
+
+    Args:
+        taps: W.
+    """
+    tokens, missing = pieces.tokens_before(taps - 1)
+    return x_TC[tokens].masked_fill_(missing[..., None], 0)
+
+
+def add_continued_gradients(dx_TC: Tensor, d_tail: Tensor, pieces: Pieces) -> None:
+    """Adds to dx the gradients of what the convolutions of other pieces read; in one order always, which additions at
+    indices would not have.
+
+    Args:
+        d_tail: [R, W - 1, C].
+    """
+    tokens, readers = pieces.readers_before(d_tail.shape[1])
+    rows = torch.cat((d_tail.flatten(0, 1), d_tail.new_zeros((1, d_tail.shape[2]))))
+    dx_TC.index_add_(0, tokens, rows[readers].sum(1))

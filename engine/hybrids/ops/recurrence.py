@@ -1,15 +1,17 @@
 """A linear recurrence of states within documents, also where these lie on several context ranks.
 
 One function of autograd serves all rules; a `Rule` says what is computed within pieces, and what a piece does to a
-state, S -> M S + C. See `engine.hybrids.ops.passing` for how states reach the next rank.
+state, S -> M S + C. See `engine.hybrids.ops.passing` for how states reach the next rank. Documents that continue others
+are computed after these, level by level, by a second one.
 
 Legend: T tokens, N heads, R received pieces of this rank.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ Inputs = tuple[Tensor, ...]
 
 class Rule(Protocol):
     """What a recurrence computes. Its first input is [T, ..], or as the rule says."""
+
+    by_token: ClassVar[tuple[bool, ...]]
+    """Of each input, whether it has a row for each token."""
 
     def forward(
         self, inputs: Inputs, pieces: Pieces, initial: Tensor | None, *, keep: bool
@@ -51,10 +56,6 @@ class Rule(Protocol):
         """Returns the output of a token of each row, and updates the rows' states, fp32, where they are."""
         ...
 
-    def of_tokens(self, inputs: Inputs, tokens: Tensor) -> Inputs:
-        """Returns the inputs of these tokens, int64."""
-        ...
-
     def state_shape(self, inputs: Inputs) -> tuple[int, ...]:
         """Returns the shape of a state, heads first."""
         ...
@@ -72,11 +73,16 @@ class Rule(Protocol):
         ...
 
 
+def of_tokens(rule: Rule, inputs: Inputs, tokens: Tensor | slice) -> Inputs:
+    """Returns the inputs of these tokens, int64."""
+    return tuple(one[tokens] if has_rows else one for one, has_rows in zip(inputs, rule.by_token, strict=True))
+
+
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, pieces: Pieces, axis: Axis, *inputs: Tensor) -> Tensor:
         initial = moves = None
-        if axis.size > 1 and pieces.chains:
+        if axis.size > 1 and pieces.links:
             initial, moves = _received(rule, inputs, pieces, axis)
         out, _, kept = rule.forward(inputs, pieces, initial, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(initial, moves, *inputs, *kept)
@@ -114,7 +120,7 @@ def _last(
     adds = moves.new_zeros((len(pieces.received), *rule.state_shape(inputs)))
     if initial is not None:
         own, tokens = pieces.chosen(pieces.received, received=True, sent=False)
-        parts = rule.of_tokens(inputs, tokens)
+        parts = of_tokens(rule, inputs, tokens)
         # what the pieces' own outputs give; kernels keep nothing of this part of the tokens
         _, _, kept = rule.forward(parts, own, initial, keep=True)
         found = rule.backward(d_out[tokens], None, parts, own, initial, kept)[-1]
@@ -125,6 +131,56 @@ def _last(
     return gradients if pieces.sent else None
 
 
+class _OfBranches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, pieces: Pieces, *inputs: Tensor) -> Tensor:
+        keep, outs, finals, kept = any(ctx.needs_input_grad), list[Tensor](), list[Tensor](), list[tuple[Tensor, ...]]()
+        for level in pieces.levels():
+            initial = None if level.starts is None else finals[-1][level.starts]
+            parts = of_tokens(rule, inputs, level.tokens)
+            out, final, more = rule.forward(parts, level.pieces, initial, keep=keep)
+            outs.append(out)
+            kept.append(more)
+            if final is not None:
+                finals.append(final)
+        ctx.save_for_backward(*inputs, *finals, *(one for more in kept for one in more))
+        ctx.rule, ctx.pieces, ctx.counts = rule, pieces, (len(inputs), len(finals), *map(len, kept))
+        return _joined(outs, pieces)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        rule, pieces, saved = ctx.rule, ctx.pieces, iter(ctx.saved_tensors)
+        inputs, finals, *kept = (tuple(islice(saved, count)) for count in ctx.counts)
+        found, d_final = list[tuple[Tensor | None, ...]](), None
+        for place, level in reversed(list(enumerate(pieces.levels()))):
+            initial = None if level.starts is None else finals[place - 1][level.starts]
+            parts = of_tokens(rule, inputs, level.tokens)
+            d_own = d_out[level.tokens].contiguous()
+            *gradients, d_initial = rule.backward(d_own, d_final, parts, level.pieces, initial, kept[place])
+            found.append(tuple(gradients))
+            d_final = None if d_initial is None else _sums(d_initial, level.branches)
+        merged = list[Tensor | None]()
+        for has_rows, own in zip(rule.by_token, zip(*reversed(found), strict=True), strict=True):
+            given = [one for one in own if one is not None]
+            merged.append(_joined(given, pieces) if has_rows else torch.stack(given).sum(0) if given else None)
+        return None, None, *merged
+
+
+def _joined(of_levels: list[Tensor], pieces: Pieces) -> Tensor:
+    """Returns rows of all tokens, of those of each level."""
+    out = of_levels[0].new_empty((pieces.num_tokens, *of_levels[0].shape[1:]))
+    for level, rows in zip(pieces.levels(), of_levels, strict=True):
+        out[level.tokens] = rows
+    return out
+
+
+def _sums(gradients: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Returns the sums of as many gradients each; in one order always, which additions at indices would not have."""
+    if len(set(counts)) == 1:
+        return gradients.unflatten(0, (len(counts), counts[0])).sum(1)
+    return torch.stack([own.sum(0) for own in gradients.split(counts)])
+
+
 def recurrence(rule: Rule, inputs: Inputs, pieces: Pieces, axis: Axis) -> Tensor:
     """Computes a rule within documents.
 
@@ -133,5 +189,8 @@ def recurrence(rule: Rule, inputs: Inputs, pieces: Pieces, axis: Axis) -> Tensor
         pieces: of this rank's tokens.
         axis: the context ranks.
     """
+    if pieces.parents:
+        of_branches: Tensor = _OfBranches.apply(rule, pieces, *inputs)
+        return of_branches
     out: Tensor = _Recurrence.apply(rule, pieces, axis, *inputs)
     return out

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.hybrids.kernels import HybridKernels
-from engine.hybrids.ops.recurrence import Inputs
+from engine.hybrids.ops.recurrence import Inputs, of_tokens
 from engine.hybrids.pieces import Pieces
 
 
@@ -20,6 +21,7 @@ class DeltaRule:
         scale: on normalised queries.
     """
 
+    by_token: ClassVar[tuple[bool, ...]] = (True,) * 5
     scale: float
     kernels: HybridKernels
 
@@ -42,9 +44,6 @@ class DeltaRule:
     def step(self, inputs: Inputs, states: Tensor) -> Tensor:
         return self.kernels.delta_step(*inputs, states, scale=self.scale)
 
-    def of_tokens(self, inputs: Inputs, tokens: Tensor) -> Inputs:
-        return tuple(one[tokens] for one in inputs)
-
     def state_shape(self, inputs: Inputs) -> tuple[int, ...]:
         _, k, v, _, _ = inputs
         return v.shape[1], k.shape[2], v.shape[2]
@@ -59,7 +58,7 @@ class DeltaRule:
             return moves, adds
         # C is the last state after zeros, and M what comes of an identity without values: both are states of one pass
         own, tokens = pieces.chosen(pieces.sent, received=True, sent=True)
-        q, k, v, decay, beta = self.of_tokens(inputs, tokens)
+        q, k, v, decay, beta = of_tokens(self, inputs, tokens)
         v = torch.cat((v, v.new_zeros((*v.shape[:2], keys))), dim=2)
         start = torch.cat((adds, torch.eye(keys, dtype=wide, device=v.device).expand_as(moves)), dim=3)
         _, final, _ = self.forward((q, k, v, decay, beta), own, start, keep=False)
@@ -78,6 +77,7 @@ class DeltaRule:
 class StateSpace:
     """Mamba2's state space of x, dt, a, b, c and d; see `engine.hybrids.state_space_reference.ssd_forward`."""
 
+    by_token: ClassVar[tuple[bool, ...]] = (True, True, False, True, True, False)
     kernels: HybridKernels
 
     def forward(
@@ -99,10 +99,6 @@ class StateSpace:
     def step(self, inputs: Inputs, states: Tensor) -> Tensor:
         return self.kernels.ssd_step(*inputs, states)
 
-    def of_tokens(self, inputs: Inputs, tokens: Tensor) -> Inputs:
-        x, dt, a, b, c, d = inputs
-        return x[tokens], dt[tokens], a, b[tokens], c[tokens], d
-
     def state_shape(self, inputs: Inputs) -> tuple[int, ...]:
         x, _, _, b, _, _ = inputs
         return x.shape[1], x.shape[2], b.shape[2]
@@ -114,7 +110,7 @@ class StateSpace:
             shape = self.state_shape(inputs)
             return x.new_zeros((0, shape[0], 1, 1), dtype=wide), x.new_zeros((0, *shape), dtype=wide)
         own, tokens = pieces.chosen(pieces.sent, received=False, sent=True)
-        parts = self.of_tokens(inputs, tokens)
+        parts = of_tokens(self, inputs, tokens)
         _, adds, _ = self.forward(parts, own, None, keep=False)
         assert adds is not None
         _, dt, a, _, _, _ = parts

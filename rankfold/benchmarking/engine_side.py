@@ -1,9 +1,8 @@
-"""The engine's side of the step, wired as in its trainer, and the floor: its matrix products alone."""
+"""The engine's side of the step, wired as in its trainer, and the products that its floor consists of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,83 +31,25 @@ from engine.training.base_encoding import named_encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from rankfold.benchmarking.floor import GemmFloor, WeightProduct
 from rankfold.benchmarking.model import (
     ADAMW,
     CLIP_GRAD_NORM,
     EXPERT_TARGETS,
-    LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
     Outcome,
     document_lengths,
     draw,
     hf_config,
+    learning_rate,
     packed_batch,
 )
-from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
-
-
-class FrozenProduct(NamedTuple):
-    """One product of a step.
-
-    Args:
-        weight: [out, in].
-        needs_gradient: whether its input's gradient is needed.
-        rows: tokens that meet it.
-    """
-
-    weight: Tensor
-    needs_gradient: bool
-    rows: int
-
-
-class GemmFloor:
-    """The necessary matrix products of one LoRA step, and nothing else.
-
-    Forward and input-gradient product of every frozen linear and of the head, with the weights of the model itself and
-    outputs made beforehand. Projections that share an input are one product (queries, keys and values; gate and up). No
-    attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and the figure is the ratio.
-    Tokens are dealt out to experts evenly. Rows of a weight are contiguous here: the cost to its product of adapters
-    folded beside it is part of the step alone.
-
-    Args:
-        products: in forward order.
-    """
-
-    def __init__(self, products: list[FrozenProduct]) -> None:
-        copies: dict[torch.Size, Tensor] = {}
-        self._products = [one._replace(weight=_dense(one.weight, copies)) for one in products]
-        sample, most = products[0].weight, max(one.rows for one in products)
-        widths = {width for one in products for width in one.weight.shape}
-        self._operands = {w: torch.randn(most, w, dtype=sample.dtype, device=sample.device) for w in widths}
-        self._results = {w: torch.empty_like(operand) for w, operand in self._operands.items()}
-
-    def run(self) -> None:
-        """Runs all products once, in the order of a step."""
-        for weight, _, rows in self._products:
-            out_width, in_width = weight.shape
-            torch.mm(self._operands[in_width][:rows], weight.t(), out=self._results[out_width][:rows])
-        for weight, needs_gradient, rows in reversed(self._products):
-            out_width, in_width = weight.shape
-            if needs_gradient:
-                torch.mm(self._operands[out_width][:rows], weight, out=self._results[in_width][:rows])
-
-    def operations(self) -> int:
-        """Returns the floating-point operations of `run`."""
-        return sum(2 * one.rows * one.weight.numel() * (1 + one.needs_gradient) for one in self._products)
-
-
-def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:
-    """Returns the weight with contiguous rows. On a GPU one copy serves all weights of its shape: a second model may
-    not fit, and a layer's weights are larger than the caches."""
-    if weight.is_contiguous() or weight.device.type == "cpu":
-        return weight.contiguous()
-    if weight.shape not in copies:
-        copies[weight.shape] = weight.contiguous()
-    return copies[weight.shape]
-
+from rankfold.benchmarking.options import ExpertsOptions, ModelOptions, method_of
 
 _BUCKET_BYTES = 32 * 2**20
+_PEFT_LEAVES = {"lora_magnitude": "lora_magnitude_vector"}
+"""Last component of a tensor's name -> PEFT's, where it differs."""
 
 
 def _chosen_kernels(options: ModelOptions, device: torch.device) -> tuple[Kernels, str]:
@@ -135,7 +76,13 @@ class EngineSide:
         self._options, self._device = options, device
         family, text = family_of(hf_config(options), options.implementation)
         self._names = family.names
-        settings = AdapterSettings(rank=options.rank, scale=float(LORA_ALPHA_OVER_RANK), dropout=options.dropout)
+        self._method = method_of(options)
+        settings = AdapterSettings(
+            rank=options.rank,
+            scale=float(LORA_ALPHA_OVER_RANK),
+            dropout=options.dropout,
+            dora=self._method == "dora",
+        )
         config = family.config_from_hf(text)
         adopted = [name.rpartition(".")[2] for name in config.all_linears]
         targets = EXPERT_TARGETS if isinstance(options, ExpertsOptions) else adopted or TARGETS
@@ -145,10 +92,13 @@ class EngineSide:
             adapter=lambda module: settings if module.rpartition(".")[2] in targets else None,
             fused=lambda module: module.rpartition(".")[2] in targets,
         )
+        if self._method == "full":
+            plan = TrainingPlan(trains=lambda module: True)
         dtype = TORCH_DTYPES[options.dtype]
         self.kernels = ""
         if kernels is None:
             kernels, self.kernels = _chosen_kernels(options, device)
+        self._multiply = kernels.product
         base = None if options.base_dtype == "none" else named_encoding(options.base_dtype, options.kernels, device)
         self.model = build_decoder(
             config,
@@ -168,6 +118,7 @@ class EngineSide:
             name = self._names.module_to_hf(fused_parts(module)[0])
             if ".experts." in name:  # one adapter of gate and up is drawn by their common name
                 name = f"{name.rpartition('.')[0]}.{module.rpartition('.')[2]}"
+            leaf = _PEFT_LEAVES.get(leaf, leaf)
             name = name if self._names.is_parameter(module) else f"{name}.{leaf}"
             whole = shard.tensor.new_empty(shard.spec.global_shape)
             draw(name, whole)
@@ -196,7 +147,7 @@ class EngineSide:
 
     def step(self, ids_BS: Tensor) -> Outcome:
         targets = ids_BS.shape[0] * (ids_BS.shape[1] - self._options.documents)
-        result = self.train_step([self._batch(ids_BS)], float(targets), LEARNING_RATE)
+        result = self.train_step([self._batch(ids_BS)], float(targets), learning_rate(self._options))
         return Outcome(result.loss, result.grad_norm)
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
@@ -204,13 +155,17 @@ class EngineSide:
         losses = self.model(batch, torch.zeros((), dtype=torch.int64, device=self._device), training=dropout)
         return LanguageModeling().loss_sum(losses, batch) / batch.loss_weights_BS.sum()
 
-    def products(self) -> list[FrozenProduct]:
-        """Returns each frozen product in forward order: nothing below the first layer's queries, keys and values is
-        trained, so that the input's gradient is needed of all others. For encoded weights others of --dtype stand in,
-        one for each shape."""
+    def floor(self) -> GemmFloor:
+        """Returns the floor of this side's steps."""
+        return GemmFloor(self.products(), self._multiply)
+
+    def products(self) -> list[WeightProduct]:
+        """Returns each weight's product in forward order. Beside adapters nothing below the first layer's queries, keys
+        and values is trained, so that the input's gradient is needed of all others; in full the embedding is. For
+        encoded weights others of --dtype stand in, one for each shape."""
         options, kinds = self._options, (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
         linears = [module for module in self.model.modules() if isinstance(module, kinds)]
-        dtype = TORCH_DTYPES[options.dtype]
+        dtype, trains = TORCH_DTYPES[options.dtype], self._method == "full"
         found: list[tuple[Tensor, int]] = []
         for linear in linears:
             if isinstance(linear, GroupedLinear):
@@ -224,6 +179,6 @@ class EngineSide:
             for shape in {weight.shape for weight, _ in found if weight.is_meta}
         }
         return [
-            FrozenProduct(instead.get(weight.shape, weight), place > 0, rows)
+            WeightProduct(instead.get(weight.shape, weight), place > 0 or trains, trains, rows)
             for place, (weight, rows) in enumerate(found)
         ]

@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.batch import IGNORE_LABEL, Batch
-from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
+from rankfold.benchmarking.options import ExpertsOptions, ModelOptions, method_of
 
 LEARNING_RATE = 1e-3
+FULL_LEARNING_RATE = 1e-5
+"""Where all parameters train. AdamW's first updates have this size whatever the gradient's: those of weights that a
+step hardly touches have the sign of a rounding error, and 1e-3 would let the sides drift apart by it."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Of the optimizer of every side."""
 CLIP_GRAD_NORM = 1.0
@@ -174,12 +177,23 @@ def document_lengths(options: ModelOptions) -> tuple[int, ...]:
     return tuple(length for row in rows for length in row)
 
 
-def step_operations(options: ModelOptions) -> int:
-    """Returns the floating-point operations of a LoRA step in any implementation, without adapters.
+def learning_rate(options: ModelOptions) -> float:
+    """Returns the learning rate of all sides."""
+    return FULL_LEARNING_RATE if method_of(options) == "full" else LEARNING_RATE
 
-    4 per weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
-    attention's 6 L s h a token of a document of s, forward and backward. That nothing is needed below the first layer
-    is not subtracted, as it is not in published figures.
+
+def operations_per_weight(options: ModelOptions) -> int:
+    """Returns the floating-point operations per weight and token: forward, input gradient, and where all parameters
+    train the weight's gradient."""
+    return 6 if method_of(options) == "full" else 4
+
+
+def step_operations(options: ModelOptions) -> int:
+    """Returns the floating-point operations of a step in any implementation, without adapters.
+
+    Those per weight and token over all linears and the head, and causal attention's 6 L s h a token of a document of s,
+    forward and backward. That beside adapters nothing is needed below the first layer is not subtracted, as it is not
+    in published figures.
     """
     hidden, kv_width = options.hidden, options.kv_width
     mlp = 3 * hidden * options.intermediate
@@ -188,7 +202,7 @@ def step_operations(options: ModelOptions) -> int:
     layer = hidden * (2 * hidden + 2 * kv_width) + mlp
     weights = options.layers * layer + hidden * options.vocab
     squares = sum(length * length for length in document_lengths(options))
-    return 4 * options.tokens * weights + 6 * options.layers * squares * hidden
+    return operations_per_weight(options) * options.tokens * weights + 6 * options.layers * squares * hidden
 
 
 def attention_kernel(loss: Tensor) -> str:

@@ -144,6 +144,11 @@ class SectionOptions:
 
 PADDED = "peft-padded"
 """The peer that gives each document of a packed row a row of its own, padded."""
+BITSANDBYTES = "peft-bitsandbytes"
+"""The peer whose frozen weights bitsandbytes stores, in the same NF4 as the engine."""
+WITHOUT_PEFT = ("transformers", "transformers-kept-memory")
+"""The peers that train all parameters."""
+METHODS = ("lora", "dora", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,8 +184,16 @@ class ModelOptions(SectionOptions):
             raise UserError(f"--length is {self.length}: give at least 2 tokens, so that one can be predicted.")
         _check_heads(self)
         self._check_packing()
-        if self.base_dtype != "none" and chosen_names(self.peers, self.PEERS, "peers"):
-            raise UserError(f"--base-dtype {self.base_dtype} rounds weights, which the peers keep: add --peers none.")
+        self._check_base()
+
+    def _check_base(self) -> None:
+        rounds = BITSANDBYTES in self.PEERS and self.base_dtype == "nf4"
+        named = set() if self.peers == "all" and rounds else set(chosen_names(self.peers, self.PEERS, "peers"))
+        if self.base_dtype != "none" and named - ({BITSANDBYTES} if rounds else set()):
+            others = f" or {BITSANDBYTES}" if rounds else ""
+            raise UserError(
+                f"--base-dtype {self.base_dtype} rounds weights, which these peers keep: add --peers none{others}."
+            )
 
     def _check_packing(self) -> None:
         # of all peers, a section that has one that pads takes those that can see its rows
@@ -209,18 +222,32 @@ class ModelOptions(SectionOptions):
 class StepOptions(ModelOptions):
     """A whole training step against transformers + PEFT and against its matrix products alone.
 
-    A random model with adapters on all linears of a block, AdamW, gradient clipping. First all sides must give the same
-    losses; then they are timed in turn.
+    A random model with adapters on all linears of a block, or trained in full, AdamW, gradient clipping. First all
+    sides must give the same losses; then they are timed in turn.
     """
 
-    PEERS: ClassVar[tuple[str, ...]] = (*ModelOptions.PEERS, PADDED)
+    PEERS: ClassVar[tuple[str, ...]] = (*ModelOptions.PEERS, PADDED, BITSANDBYTES, *WITHOUT_PEFT)
 
+    method: str = option("lora", "adapters, adapters with trained lengths of rows, or all parameters", METHODS)
     repeats: int = option(15, "timed steps of each side", least=1)
     warmup: int = option(2, "untimed steps of each side, after those that check the losses", least=0)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         check_documents(self)
+        if self.method != "lora" and self.base_dtype != "none":
+            raise UserError(
+                f"--method {self.method} needs weights as numbers, which --base-dtype {self.base_dtype} encodes: leave "
+                "one of them out."
+            )
+        if self.method == "full" and (self.dropout > 0 or self.documents > 1):
+            wrong = "--dropout" if self.dropout > 0 else "--documents"
+            raise UserError(f"--method full is measured without {wrong}, which is for adapters here: leave it out.")
+
+
+def method_of(options: ModelOptions) -> str:
+    """Returns what a section trains, one of METHODS; sections without the option train LoRA adapters."""
+    return options.method if isinstance(options, StepOptions) else "lora"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +267,8 @@ class ExpertsOptions(StepOptions):
 
     def __post_init__(self) -> None:
         StepOptions.__post_init__(self)
+        if self.method != "lora":
+            raise UserError(f"--method is {self.method!r}, but experts are measured with LoRA alone: leave it out.")
         if self.per_token > self.experts:
             raise UserError(f"--per-token is {self.per_token}, but there are --experts {self.experts}: give no more.")
 

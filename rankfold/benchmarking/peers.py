@@ -44,6 +44,7 @@ def _not_measured(absent: dict[str, str]) -> tuple[str, ...]:
 
 _PACKAGES = {
     "peft": ("peft",),
+    "peft-bitsandbytes": ("bitsandbytes",),
     "liger": ("liger_kernel", "liger_kernel.ops"),
     "quack": ("quack", "quack.rmsnorm"),
     "flash-attn": ("flash_attn", "flash_attn.flash_attn_interface"),
@@ -99,10 +100,10 @@ def find_peers(
 def _why_not(name: str, device: torch.device, compiled: bool) -> str | None:
     if name == "compile":
         return None if compiled or device.type == "cuda" else "on a CPU only with --compile"
-    modules = _PACKAGES.get("peft" if name.startswith("peft-") else name, ())
+    modules = _PACKAGES.get(name, _PACKAGES["peft"] if name.startswith("peft-") else ())
     if modules and find_spec(modules[0]) is None:
         return "not installed"
-    if name == "peft-kept-memory" and device.type != "cpu":
+    if name.endswith("-kept-memory") and device.type != "cpu":
         return "a matter of the C allocator, on a CPU"
     if name in _ON_GPU_ONLY and device.type != "cuda":
         return "needs a GPU"

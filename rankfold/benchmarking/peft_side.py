@@ -1,5 +1,5 @@
 """The step of transformers and PEFT, with their fastest settings: plain, with gradient
-checkpointing, with padding, and with Liger's kernels in the model."""
+checkpointing, with padding, with Liger's kernels in the model, on a base that bitsandbytes stores, and without PEFT."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.batch import IGNORE_LABEL
 from engine.errors import UserError
@@ -18,15 +18,15 @@ from rankfold.benchmarking.model import (
     ADAMW,
     ATTENTION,
     CLIP_GRAD_NORM,
-    LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     Outcome,
     document_lengths,
     draw,
     hf_config,
+    learning_rate,
     padded_documents,
 )
-from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
+from rankfold.benchmarking.options import ExpertsOptions, ModelOptions, method_of
 
 try:
     from peft import LoraConfig, get_peft_model
@@ -44,25 +44,33 @@ class PeftSide:
 
     def __init__(self, options: ModelOptions, device: torch.device) -> None:
         self._options, self._device = options, device
-        dtype = TORCH_DTYPES[options.dtype]
         with torch.device(device):
             base = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(**hf_config(options)), dtype=dtype, attn_implementation="sdpa"
+                AutoConfig.for_model(**hf_config(options)), dtype=self._weight_dtype(), attn_implementation="sdpa"
             )
             self._change_base(base)
-            lora = LoraConfig(
-                r=options.rank,
-                lora_alpha=options.rank * LORA_ALPHA_OVER_RANK,
-                lora_dropout=options.dropout,
-                task_type="CAUSAL_LM",
-                **self._targets(),
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of transformers
-                self.model = get_peft_model(base, lora)
+            self.model = self._adapted(base)
         for name, parameter in self.model.named_parameters():
             self._draw(name.removeprefix("base_model.model."), parameter)
         self.model.train()
+
+    def _weight_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self._options.dtype]
+
+    def _adapted(self, base: PreTrainedModel) -> nn.Module:
+        """Returns the model that is trained."""
+        options = self._options
+        lora = LoraConfig(
+            r=options.rank,
+            lora_alpha=options.rank * LORA_ALPHA_OVER_RANK,
+            lora_dropout=options.dropout,
+            use_dora=method_of(options) == "dora",
+            task_type="CAUSAL_LM",
+            **self._targets(),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of transformers
+            return get_peft_model(base, lora)
 
     def _targets(self) -> dict[str, str | list[str]]:
         """Returns the adapted modules, as PEFT's options."""
@@ -75,8 +83,14 @@ class PeftSide:
         """Changes the base before the adapters are added; does nothing here."""
 
     def prepare(self) -> None:
-        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(self._trained, lr=LEARNING_RATE, **ADAMW, fused=True)
+        named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        self._trained = [parameter for _, parameter in named]
+        groups = [
+            {"params": [each for name, each in named if "norm" not in name]},
+            # as in transformers' Trainer
+            {"params": [each for name, each in named if "norm" in name], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(groups, **{"lr": learning_rate(self._options), **ADAMW}, fused=True)
 
     def _autocast(self) -> AbstractContextManager:
         if self._options.dtype == "float32":
@@ -102,6 +116,43 @@ class PeftSide:
         norm = torch.nn.utils.clip_grad_norm_(self._trained, CLIP_GRAD_NORM)
         self._optimizer.step()
         return Outcome(loss.detach(), norm)
+
+
+class BitsandbytesSide(PeftSide):
+    """PEFT on a base whose linears bitsandbytes stores in NF4 with double quantisation, as QLoRA's users load it.
+
+    The engine's encoding of these weights has the same bits.
+    """
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        dtype = TORCH_DTYPES[self._options.dtype]
+        for name, module in list(base.named_modules()):
+            if not isinstance(module, nn.Linear) or name == "lm_head":
+                continue
+            self._draw(f"{name}.weight", module.weight)
+            encoded = Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
+            )
+            encoded.weight = Params4bit(module.weight.data, requires_grad=False, quant_type="nf4", module=encoded)
+            base.set_submodule(name, encoded.to(self._device))
+        # which transformers sets on a model that it loads so; PEFT's layers read it
+        base.is_loaded_in_4bit = True
+
+    def _draw(self, name: str, parameter: Tensor) -> None:
+        if parameter.is_floating_point():  # codes were made from what was drawn
+            super()._draw(name, parameter)
+
+
+class FullSide(PeftSide):
+    """All parameters of transformers' model trained; with bfloat16 they are fp32 under autocast."""
+
+    def _weight_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def _adapted(self, base: PreTrainedModel) -> nn.Module:
+        return base
 
 
 class PaddedSide(PeftSide):

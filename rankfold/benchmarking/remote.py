@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.models.dtypes import TORCH_DTYPES
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings
-from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
+from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import attention_kernel, draw_batches
 from rankfold.benchmarking.options import ModelOptions
@@ -51,6 +51,10 @@ class RemoteSide:
     def engine_kernels(self) -> str:
         """Returns the sentence about the backend that was chosen; for the engine's side only."""
         return self._worker.ask("kernels")
+
+    def floor(self) -> str:
+        """Returns the sentence about the floor's products; for the engine's side only."""
+        return self._worker.ask("floor")
 
     def operations(self, what: str) -> int:
         """Returns the operations of the floor, or of the square product; for the engine's side only."""
@@ -91,13 +95,14 @@ def _offer(name: str, options: ModelOptions) -> Offer:
     }
     if name == ENGINE:
         assert isinstance(side, EngineSide)
-        floor = GemmFloor(side.products())
+        floor = side.floor()
         ceilings = Ceilings(device, TORCH_DTYPES[options.dtype], copy_mib=1, size=_CEILING[device.type])
         offer |= {
             "kernels": lambda: side.kernels,
             FLOOR: lambda: measure(floor.run, device),
             PRODUCT: lambda: measure(ceilings.product, device),
             f"operations of {FLOOR}": floor.operations,
+            "floor": floor.sentence,
             f"operations of {PRODUCT}": lambda: ceilings.operations,
         }
     return offer

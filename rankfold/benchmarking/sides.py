@@ -15,13 +15,15 @@ from engine.models.families import family_of
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import Side, draw_batches, hf_config
-from rankfold.benchmarking.options import PADDED, ModelOptions, chosen_names
+from rankfold.benchmarking.options import BITSANDBYTES, PADDED, WITHOUT_PEFT, ModelOptions, chosen_names, method_of
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peers import Peers, find_peers
 from rankfold.benchmarking.peft_side import (
+    BitsandbytesSide,
     CheckpointingSide,
     ExpertLoopSide,
     ExpertsSide,
+    FullSide,
     LigerSide,
     PaddedSide,
     PeftSide,
@@ -46,6 +48,9 @@ PEER_KINDS = {
     "peft": SideKind(PEER, PeftSide),
     "peft-kept-memory": SideKind(f"{PEER}, freed memory kept", PeftSide, keeps_freed_memory=True),
     PADDED: SideKind(f"{PEER}, padded", PaddedSide),
+    BITSANDBYTES: SideKind(f"{PEER} + bitsandbytes", BitsandbytesSide),
+    "transformers": SideKind("transformers", FullSide),
+    "transformers-kept-memory": SideKind("transformers, freed memory kept", FullSide, keeps_freed_memory=True),
     "peft-checkpointing": SideKind(f"{PEER}, checkpointing", CheckpointingSide),
     "liger": SideKind(f"{PEER} + Liger", LigerSide),
     "peft-experts": SideKind(PEER, ExpertsSide),
@@ -71,11 +76,22 @@ def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, S
     if options.model_type != "llama":
         peers = peers.without("liger", "here for a Llama alone")
     for name in options.PEERS:
-        if (name == PADDED) != (options.documents > 1):
-            peers = peers.without(name, "for packed rows alone" if name == PADDED else "does not pack rows")
+        if (why := _unfit(name, options)) is not None:
+            peers = peers.without(name, why)
     engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
     kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
     return {kind.name: kind for kind in kinds}, peers
+
+
+def _unfit(name: str, options: ModelOptions) -> str | None:
+    """Returns why a peer would compute something else than the engine's side; None where it would not."""
+    if (name == PADDED) != (options.documents > 1):
+        return "for packed rows alone" if name == PADDED else "does not pack rows"
+    if (name in WITHOUT_PEFT) != (method_of(options) == "full"):
+        return "for --method full" if name in WITHOUT_PEFT else "trains adapters"
+    if (name == BITSANDBYTES) != (options.base_dtype != "none"):
+        return "for --base-dtype nf4" if name == BITSANDBYTES else "keeps weights as they are"
+    return None
 
 
 class Alone(NamedTuple):

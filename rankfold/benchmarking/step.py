@@ -151,6 +151,7 @@ class _Timer:
         self._measured.attention[name] = side.attention_kernel()
         if name == ENGINE:
             self._measured.engine_kernels = side.engine_kernels()
+            self._measured.floor = side.floor()
             self._measured.operations = {what: side.operations(what) for what in (FLOOR, PRODUCT)}
 
     def _time(self, sides: Mapping[str, RemoteSide], repeats: int) -> None:

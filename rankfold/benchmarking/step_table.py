@@ -8,7 +8,7 @@ import torch
 
 from rankfold.benchmarking.ceilings import PRODUCT
 from rankfold.benchmarking.machine import describe
-from rankfold.benchmarking.model import step_operations
+from rankfold.benchmarking.model import operations_per_weight, step_operations
 from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR
 from rankfold.benchmarking.sides import ENGINE, PEER, Alone
@@ -32,6 +32,7 @@ class StepMeasurement:
         arrangement: the sentence that says which sides were alive at once.
         attention: kernel that each side's attention ran.
         engine_kernels: the sentence that says which backend the engine took.
+        floor: the sentence that says who computes the floor's products.
         operations: of one run of the floor and of the square product.
         agreement: sentences: whether losses agree.
     """
@@ -42,6 +43,7 @@ class StepMeasurement:
     arrangement: str
     attention: dict[str, str] = field(default_factory=dict)
     engine_kernels: str = ""
+    floor: str = ""
     operations: dict[str, int] = field(default_factory=dict)
     agreement: tuple[str, ...] = ()
 
@@ -58,11 +60,12 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
     """Returns a table with a row per side, the floor and the square product last."""
     size = f"hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} heads"
     documents = f" of {options.documents} documents a row" if options.documents > 1 else ""
+    base = "" if options.base_dtype == "none" else f", base in {options.base_dtype}"
     clock = measured.seconds
     return Table(
-        title=f"LoRA training step: {options.model_type}, {size}, MLP {options.intermediate}, vocabulary "
-        f"{options.vocab}, rank {options.rank} on all linears, {options.rows}x{options.length} tokens{documents}, "
-        f"dropout {options.dropout}, {options.dtype}",
+        title=f"{_NAMES[options.method]} training step: {options.model_type}, {size}, MLP {options.intermediate}, "
+        f"vocabulary {options.vocab}, {_trained(options)}, {options.rows}x{options.length} tokens{documents}, "
+        f"{options.dtype}{base}",
         columns=_COLUMNS,
         rows=tuple(_row(options, measured, name) for name in clock),
         findings=_findings(options, device, measured),
@@ -83,6 +86,15 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
             "arrangement": measured.arrangement,
         },
     )
+
+
+_NAMES = {"lora": "LoRA", "dora": "DoRA", "full": "Full"}
+
+
+def _trained(options: StepOptions) -> str:
+    if options.method == "full":
+        return "all parameters"
+    return f"rank {options.rank} on all linears, dropout {options.dropout}"
 
 
 def _peers(measured: StepMeasurement) -> list[str]:
@@ -126,12 +138,12 @@ def _findings(options: StepOptions, device: torch.device, measured: StepMeasurem
             findings.append(f"The same in CPU time of all threads: {_spread(paired_ratio(cpu[name], cpu[ENGINE]))}.")
     rate = measured.operations[FLOOR] / summarise(clock[FLOOR]).median
     findings.append(
-        f"The floor is {measured.operations[FLOOR] / 1e9:.1f} GFLOP of frozen products, forward and input gradient, at "
-        f"{rate / 1e9:,.0f} GFLOP/s; attention, adapters and everything else come on top."
+        f"The floor is {measured.operations[FLOOR] / 1e9:.1f} GFLOP of products with weights, forward and backward, at "
+        f"{rate / 1e9:,.0f} GFLOP/s; attention, adapters and everything else come on top. {measured.floor}"
     )
     findings.append(
-        f"A step is {step_operations(options) / 1e9:,.1f} GFLOP (4 per weight and token, 6 L s h per token for causal "
-        "attention); the ceiling is the square product, timed in the same turns."
+        f"A step is {step_operations(options) / 1e9:,.1f} GFLOP ({operations_per_weight(options)} per weight and "
+        "token, 6 L s h per token for causal attention); the ceiling is the square product, timed in the same turns."
     )
     findings.append(f"The engine's {measured.engine_kernels}.")
     findings += _memory(device, measured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +18,19 @@ pytest.importorskip("peft", reason="the step section compares with PEFT")
 
 from engine.errors import UserError
 from rankfold.benchmarking import step
-from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
+from rankfold.benchmarking.engine_side import EngineSide
+from rankfold.benchmarking.floor import GemmFloor, WeightProduct
 from rankfold.benchmarking.model import attention_kernel, document_lengths, draw, draw_batches, step_operations
 from rankfold.benchmarking.options import ExpertsOptions, StepOptions, add_options, read_options
 from rankfold.benchmarking.peak_memory import peak_above_now
-from rankfold.benchmarking.peft_side import ExpertLoopSide, ExpertsSide, PaddedSide, PeftSide
+from rankfold.benchmarking.peft_side import (
+    BitsandbytesSide,
+    ExpertLoopSide,
+    ExpertsSide,
+    FullSide,
+    PaddedSide,
+    PeftSide,
+)
 from rankfold.benchmarking.remote import RemoteSide
 from rankfold.benchmarking.sides import Alone, find_sides
 from rankfold.benchmarking.step import arrange
@@ -90,7 +99,7 @@ def test_the_sides_of_a_mixture_compute_the_same(side: type[PeftSide]) -> None:
     without = step_operations(options) - 6 * options.layers * lengths * hidden
     routers = 4 * tokens * options.layers * hidden * options.experts
     below = 2 * tokens * hidden * (hidden + 2 * options.kv_width)
-    assert GemmFloor(sides[step.ENGINE].products()).operations() == without - routers - below
+    assert sides[step.ENGINE].floor().operations() == without - routers - below
 
 
 @pytest.mark.parametrize(("kind", "implementation"), [("helium", "auto"), ("qwen3", "adopted")])
@@ -107,6 +116,66 @@ def test_padded_documents_compute_the_same(kind: str) -> None:
     options = StepOptions(**TINY, model_type=kind, rows=2, length=40, documents=3, device="cpu")
     assert list(find_sides(options, CPU)[0]) == [step.ENGINE, f"{step.PEER}, padded"]
     sides = {step.ENGINE: EngineSide(options, CPU), step.PEER: PaddedSide(options, CPU)}
+    for one in sides.values():
+        one.prepare()
+    assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sides_that_train_all_parameters_compute_the_same(dtype: str) -> None:
+    """Weight decay on the peer's norms as well would move the losses less than their limit, but all else counts."""
+    options = StepOptions(**TINY, method="full", rows=2, length=9, dtype=dtype, device="cpu")
+    assert list(find_sides(options, CPU)[0]) == [step.ENGINE, "transformers", "transformers, freed memory kept"]
+    sides = {step.ENGINE: EngineSide(options, CPU), "transformers": FullSide(options, CPU)}
+    for one in sides.values():
+        one.prepare()
+    assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
+    gradients = {name for name, each in sides["transformers"].model.named_parameters() if each.requires_grad}
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"} <= gradients
+    assert step_operations(options) - step_operations(SMALL) == 2 * options.tokens * _weights(options)
+
+
+def _weights(options: StepOptions) -> int:
+    layer = options.hidden * (2 * options.hidden + 2 * options.kv_width + 3 * options.intermediate)
+    return options.layers * layer + options.hidden * options.vocab
+
+
+def test_the_floor_of_all_parameters_has_three_products_of_each_weight() -> None:
+    options = StepOptions(**TINY, method="full", rows=2, length=9, device="cpu")
+    floor = EngineSide(options, CPU).floor()
+    assert floor.operations() == 6 * options.tokens * _weights(options)
+    floor.run()
+
+
+def test_the_floor_takes_the_faster_product() -> None:
+    """A product that sleeps is chosen nowhere, one that does nothing everywhere; gradients of weights stay torch's."""
+    one = WeightProduct(torch.randn(8, 6), True, True, 5)
+
+    def slow(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.mm(left, right, out=out)
+
+    assert "Of its 2 kinds of products, 0 run faster" in GemmFloor([one], slow).sentence()
+    assert "Of its 2 kinds of products, 2 run faster" in GemmFloor([one], lambda left, right, *, out: out).sentence()
+
+
+def test_sides_with_trained_lengths_compute_the_same() -> None:
+    options = StepOptions(**TINY, method="dora", rows=2, length=9, device="cpu")
+    sides = _sides(options)
+    assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
+    _shift(next(p for key, p in sides[step.PEER].model.named_parameters() if "v_proj.lora_magnitude" in key))
+    with pytest.raises(RuntimeError, match="compute different things"):
+        step.check(options, sides, draw_batches(options, CPU, 3))
+
+
+def test_a_base_of_bitsandbytes_computes_the_same() -> None:
+    """Codes are of the weights that the engine draws: those of plain PEFT's weights move the losses by 1e-3."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    options = StepOptions(
+        **{**TINY, "hidden": 64, "intermediate": 128}, base_dtype="nf4", rows=2, length=9, device="cpu"
+    )
+    assert list(find_sides(options, CPU)[0]) == [step.ENGINE, f"{step.PEER} + bitsandbytes"]
+    sides = {step.ENGINE: EngineSide(options, CPU), step.PEER: BitsandbytesSide(options, CPU)}
     for one in sides.values():
         one.prepare()
     assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
@@ -263,7 +332,7 @@ def test_floor_counts_what_a_lora_step_multiplies() -> None:
     per_layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48
     first_qkv = 32 * (32 + 2 * 16)
     products = 2 * (2 * per_layer + 32 * 131) - first_qkv
-    floor = GemmFloor(EngineSide(SMALL, CPU).products())
+    floor = EngineSide(SMALL, CPU).floor()
     assert floor.operations() == 2 * SMALL.tokens * products
     floor.run()
 
@@ -343,12 +412,23 @@ def test_table_forms() -> None:
         ({"length": 1}, ["1", "2 tokens"]),
         ({"repeats": 0}, ["--repeats", "0"]),
         ({"dtype": "float8"}, ["float8", "bfloat16"]),
+        ({"method": "qlora"}, ["qlora", "lora, dora, full"]),
+        ({"method": "dora", "base_dtype": "nf4"}, ["--method dora", "--base-dtype nf4", "leave one"]),
+        ({"method": "full", "dropout": 0.1}, ["--method full", "--dropout"]),
+        ({"method": "full", "documents": 2, "peers": "none"}, ["--method full", "--documents"]),
+        ({"base_dtype": "nf4", "peers": "peft"}, ["nf4", "--peers none or peft-bitsandbytes"]),
+        ({"base_dtype": "int8"}, ["int8", "add --peers none"]),
     ],
 )
 def test_impossible_options(wrong: dict, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         StepOptions(**{**TINY, **wrong})
     assert all(word in str(caught.value) for word in words)
+
+
+def test_experts_have_lora_alone() -> None:
+    with pytest.raises(UserError, match="--method is 'dora', but experts"):
+        ExpertsOptions(**TINY, method="dora")
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:

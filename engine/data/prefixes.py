@@ -24,6 +24,8 @@ from engine.data.packing import IntArray, Packs
 
 LEAST_REUSED = 16
 """Tokens that a document must reuse to become a branch, whose attention is one piece of work more."""
+_SORTED = 1 << 16
+"""Groups of documents that are sorted at a time, so that the copies of their tokens stay small."""
 
 
 def with_shared_prefixes(
@@ -41,6 +43,8 @@ def with_shared_prefixes(
     """
     assert can_share(dataset), "documents with something beside their tokens that cannot be shared"
     sets = [dataset.columns, *(companion.columns for companion in dataset.companions.values())]
+    if not any(_may_save(columns, least_saved) for columns in sets):
+        return dataset
     rows = _arranged(sets, dataset, ranks) if regroups else dataset.rows
     reused = [reused_tokens(columns, rows) for columns in sets]
     saved, total = sum(int(one.sum()) for one in reused), sum(int(columns.lengths.sum()) for columns in sets)
@@ -159,16 +163,29 @@ def _arranged(sets: Sequence[Columns], dataset: TokenDataset, ranks: int) -> Pac
     return (fitted if len(fitted) <= len(filled) else filled).of_groups(group)
 
 
+def _may_save(columns: Columns, share: float) -> bool:
+    """Returns whether documents that begin like another have so many of all tokens; quick, and True where unknown."""
+    if columns.identity is not None:
+        return True
+    long = np.flatnonzero(columns.lengths > LEAST_REUSED)
+    beginnings = columns.tokens[columns.starts[long][:, None] + np.arange(LEAST_REUSED + 1)]
+    rows = np.ascontiguousarray(beginnings).view(f"V{beginnings.itemsize * beginnings.shape[1]}")[:, 0]
+    _, kinds, counts = np.unique(rows, return_inverse=True, return_counts=True)
+    alike = columns.lengths[long][counts[kinds] > 1].sum()
+    return bool(alike > 0 and alike >= share * columns.lengths.sum())
+
+
 def _sorted_groups(columns: Columns) -> IntArray:
     """Returns int64, the groups of documents in the order of their first documents' tokens, so that those that begin
     alike are neighbours."""
-    firsts = range(0, len(columns.lengths), columns.group)
 
     def key(number: int) -> bytes:
         start = int(columns.starts[number])
         return columns.tokens[start : start + int(columns.lengths[number])].astype(">u4").tobytes()
 
-    found = sorted(firsts, key=key)
+    step, count = _SORTED * columns.group, len(columns.lengths)
+    pieces = [range(first, min(first + step, count), columns.group) for first in range(0, count, step)]
+    found = [number for piece in pieces for number in sorted(piece, key=key)]
     return np.array(found, dtype=np.int64) // columns.group
 
 

@@ -51,8 +51,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     # also where a row is cut out of samples end to end: a graph still needs its boundaries read on the device.
     apart = any(one.packs_rows for one in decoder.variants)
     kind = config.objective.kind
-    prefills = kind.samples and config.rollout.server is None
-    packed = config.data.fills_rows or kind.group > 1 or prefills or apart
+    # completions share rows where they share a prompt, and so do prompts that are prefilled
+    packed = config.data.fills_rows or kind.group > 1 or kind.samples or apart
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     if config.memory.cuda_graph != "none":
         resolve("engine.training.cuda_graph.build:check_graphs")(config, device, attention, decoder)

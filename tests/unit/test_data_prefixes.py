@@ -127,10 +127,10 @@ def test_documents_with_values_of_their_own_share_no_target() -> None:
 
 def test_few_common_tokens_are_not_shared() -> None:
     documents = [([1] * LEAST_REUSED + [n, n], [False] + [True] * (LEAST_REUSED + 1)) for n in (2, 3)]
-    plain = dataset_of(documents, seq_length=64, packing=True)
+    plain = dataset_of(documents, seq_length=64)
     assert with_shared_prefixes(plain) is plain
     documents = [([1] * (LEAST_REUSED + 1) + [n, n], [False] + [True] * (LEAST_REUSED + 2)) for n in (2, 3)]
-    plain = dataset_of(documents, seq_length=64, packing=True)
+    plain = dataset_of(documents, seq_length=64)
     assert with_shared_prefixes(plain, least_saved=0.5) is plain
     assert with_shared_prefixes(plain).row_lengths.tolist() == [LEAST_REUSED + 6]
 

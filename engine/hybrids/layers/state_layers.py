@@ -21,9 +21,6 @@ class StateLayers(SomeLayers):
     def context_part(self, batch: Batch) -> Pieces:
         return Pieces.of_batch(batch)
 
-    def branch_obstacle(self, *, context: bool) -> str:
-        return "carry a state that begins anew with each document"
-
     def fused_places(self, fused: str) -> tuple[str, ...]:
         return () if fused == QKV else (fused,)
 

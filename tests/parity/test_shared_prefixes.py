@@ -65,7 +65,10 @@ def test_shared_beginnings_change_nothing(name: str, tmp_path: Path) -> None:
     built = engine_model(tmp_path)
     why = built.model.config.branch_obstacle(context=False)
     if why is not None:
-        pytest.skip(why)
+        assert "deepseek_v32" in why or "glm_moe_dsa" in why, why
+        return
+    if (built.model.config.max_row_length or _ROW) < _ROW:
+        pytest.skip("its rows are shorter")
     batch = build_batch(shared, range(len(shared)), range(len(shared)), length=_ROW)
     assert shared.row_lengths.sum() < 0.75 * plain.row_lengths.sum() and max(depths(batch.document_parents)) == 2
     losses, gradients = losses_and_gradients(built, batch)

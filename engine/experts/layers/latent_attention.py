@@ -64,6 +64,9 @@ class LatentSizes(LayerVariant):
     def applies(self, index: int) -> bool:
         return self.layers is None or index in self.layers
 
+    def branch_obstacle(self, *, context: bool) -> str | None:
+        return None if self.index is None else "choose the keys that a query sees within its own document"
+
     def attention(self, place: LayerPlace) -> LatentAttention:
         config = place.config
         return LatentAttention(
@@ -197,9 +200,6 @@ class LatentAttention(Branch):
             f"{prefix}.o_proj", num_heads * sizes.values, hidden, bias=bias, site=first_site + 1, build=build
         )
 
-    def branch_obstacle(self, *, context: bool) -> str | None:
-        return None if self.index is None else "choose the keys that a query sees within its own document"
-
     @property
     def linear_shapes(self) -> tuple[LinearShape, ...]:
         return (*self.qkv.shapes, *self.o_proj.shapes)
@@ -223,6 +223,7 @@ class LatentAttention(Branch):
     def _seen(self, u: Tensor, source: LinearInput, narrow: Tensor, context: TokenContext) -> list[Tensor | None]:
         """Returns the keys that the indexer chooses for each document; see `KeyIndexer.seen`."""
         assert self.indexer is not None and self.q_norm is not None
+        assert not context.documents.parents, "keys are chosen within a document; see LatentSizes.branch_obstacle"
         x = compute_input(u, source, self.layout.kernels)
         if self.layout.splits_tokens:
             x = join_tokens(x, self.layout.tp)

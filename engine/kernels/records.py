@@ -155,8 +155,8 @@ class Documents:
         max_length: no document is longer.
         seen_whole: tokens that see later tokens too; None where none does.
         parents: the document that each one continues, whose tokens its own see too; see `engine.branches`.
-        levels: these documents' levels on the device, for an attention that takes offsets from there; () where no
-            document continues another, or no attention here reads them.
+        levels: these documents' levels on the device, for an attention that takes offsets from there, one for each of
+            its calls; () where no document continues another, or no attention here reads them.
     """
 
     lengths: tuple[int, ...]

@@ -13,9 +13,12 @@ from torch import Tensor
 from engine.distributed.collectives import all_reduce_async, exchange_async
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
+from engine.document_levels import device_levels
+from engine.kernels.records import Documents
 from engine.kernels.triton import swiglu
 from engine.layers.host_copies import CudaTransfer, sent
 from engine.ops.attention.flash_calls import flash_varlen_backward, flash_varlen_forward
+from engine.ops.attention.varlen import VarlenAttention
 from tests.fake_cuda.cuda import DEVICE
 from tests.fake_cuda.recorder import Recorder
 
@@ -333,6 +336,21 @@ def attended(device: Recorder) -> None:
     _attended()
 
 
+def attended_by_branches(device: Recorder) -> None:
+    """Five documents of 8 tokens, which two more continue each: levels that are gathered, and a step later in place."""
+    for groups in (5, 2):
+        tokens, count = 24 * groups, 3 * groups
+        parents = tuple(-1 if number % 3 == 0 else number - number % 3 for number in range(count))
+        levels = device_levels((8,) * count, parents, DEVICE)
+        offsets = torch.ones(count + 1, device=DEVICE, dtype=torch.int32)
+        documents = Documents(lengths=(8,) * count, offsets=offsets, max_length=8, parents=parents, levels=levels)
+        assert len(levels) == (1 if groups == 5 else groups)
+        inputs = [
+            torch.ones(tokens, heads, 16, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
+        ]
+        VarlenAttention()(*inputs, documents, scale=1.0).sum().backward()
+
+
 def offsets_of_64_bits(device: Recorder) -> None:
     _attended(offsets=torch.ones(3, device=DEVICE, dtype=torch.int64))
 
@@ -492,6 +510,7 @@ MISTAKES = {
     "made in a graph's pool": Mistake(make=made_in_the_pool, said=None),
     "pinned memory that a graph does not keep": Mistake(make=pinned_in_a_capture, said="has been given back"),
     "attention": Mistake(make=attended, said=None),
+    "attention of branches": Mistake(make=attended_by_branches, said=None),
     "offsets of 64 bits": Mistake(make=offsets_of_64_bits, said="refuses cum_seq_q in torch.int64"),
     "offsets on the host": Mistake(make=offsets_on_the_host, said="refuses cum_seq_q on cpu"),
     "offsets apart": Mistake(make=offsets_apart, said="refuses cum_seq_q of shape (3,) and strides (2,)"),

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.batch import Batch
 from engine.branches import levels
 from engine.distributed.mesh import Axis
-from engine.document_levels import device_levels
+from engine.document_levels import CALLS_IN_PLACE, device_levels
 from engine.kernels.records import Documents
 from engine.ops.attention.bidirectional import with_spans
 from engine.ops.attention.blocks import REFERENCE_BLOCKS
@@ -31,8 +31,10 @@ from tests.support.flash_ops_stand_in import flash_ops
 
 GROUP = (9, 5, 1, 7, 6), (-1, 0, 0, 0, 0)
 GROUPS = (9, 5, 1, 7, 6, 4, 3, 2, 8), (-1, 0, 0, 0, -1, -1, 5, 6, 5)
+PAIRS = (9, 5, 1, 7, 6, 4, 3, 2, 8, 2, 3, 5, 4), (-1, 0, -1, 2, -1, -1, 5, 6, 5, -1, 9, -1, 11)
+"""Five documents that others continue, one of which is continued twice over."""
 LONG = (150, 140, 2, 129), (-1, 0, 0, 0)
-TREES = [GROUP, GROUPS, LONG, ((3, 2), (-1, -1)), *(random_tree(seed) for seed in range(6))]
+TREES = [GROUP, GROUPS, PAIRS, LONG, ((3, 2), (-1, -1)), *(random_tree(seed) for seed in range(6))]
 HEADS = [(4, 4), (6, 2)]
 Tree = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -75,7 +77,7 @@ def test_calls_of_levels_equal_one_mask(tree: Tree, heads: tuple[int, int]) -> N
     with flash_ops() as calls:
         found = _results(VarlenAttention()(*inputs, _documents(tree), scale=0.3), inputs)
     _compare(found, _dense(tree, inputs))
-    count = len(levels(*tree))
+    count = sum(len(level) if len(level) <= CALLS_IN_PLACE else 1 for level in levels(*tree))
     assert [(name, causal) for name, *_, causal in calls] == [
         *(("forward", number == 0) for number in range(count + 1)),
         *(("backward", number == 0) for number in range(count + 1)),
@@ -89,25 +91,37 @@ def test_blocks_of_levels_equal_one_mask(tree: Tree) -> None:
     _compare(_results(out, inputs), _dense(tree, inputs))
 
 
-def test_a_level_has_the_tokens_of_its_blocks_alone() -> None:
-    """A document of 9 tokens continued by 19, and one of 4 by 13, of which 3 are continued by 2."""
+def _calls_of(tree: Tree) -> list[tuple[object, ...]]:
+    inputs = _inputs(tree, (4, 2))
     with flash_ops() as calls:
-        inputs = _inputs(GROUPS, (4, 2))
-        _results(VarlenAttention()(*inputs, _documents(GROUPS), scale=0.3), inputs)
-    shapes = [(45, 45, 128, 128, True), (13 + 13, 9 + 4, 128, 128, False), (2, 3, 128, 128, False)]
-    assert calls == [(name, *shape) for name in ("forward", "backward") for shape in shapes]
-    (first, second) = _documents(GROUPS).levels
+        _results(VarlenAttention()(*inputs, _documents(tree), scale=0.3), inputs)
+    return calls
+
+
+def test_a_few_blocks_of_a_level_are_a_call_each() -> None:
+    """A document of 9 tokens continued by 13, and one of 4 by 13, of which 3 are continued by 2."""
+    shapes = [(45, 45, 128, 128, True), (13, 9, 128, 128, False), (13, 4, 128, 128, False), (2, 3, 128, 128, False)]
+    assert _calls_of(GROUPS) == [(name, *shape) for name in ("forward", "backward") for shape in shapes]
+    assert [(one.queries, one.keys) for one in _documents(GROUPS).levels] == [
+        ((9, 22), (0, 9)), ((32, 45), (28, 32)), ((35, 37), (32, 35))
+    ]  # fmt: skip
+
+
+def test_more_blocks_of_a_level_are_one_call_of_their_tokens_alone() -> None:
+    keys, queries = (9, 1, 4, 2, 5), (5, 7, 13, 3, 4)
+    shapes = [(59, 59, 128, 128, True), (sum(queries), sum(keys), 128, 128, False), (2, 3, 128, 128, False)]
+    assert _calls_of(PAIRS) == [(name, *shape) for name in ("forward", "backward") for shape in shapes]
+    first, second = _documents(PAIRS).levels
     assert (first.longest_query, first.longest_key) == (13, 9)
-    assert first.query_offsets.tolist() == [0, 13, 26] and first.key_offsets.tolist() == [0, 9, 13]
+    assert first.query_offsets.tolist() == [0, *accumulate(queries)]
+    assert first.key_offsets.tolist() == [0, *accumulate(keys)]
+    assert isinstance(first.keys, Tensor) and first.keys.tolist() == [
+        *range(9), 14, *range(28, 32), *range(45, 47), *range(50, 55)
+    ]  # fmt: skip
     assert (second.queries, second.keys) == ((35, 37), (32, 35))
 
 
-def test_a_level_of_one_block_is_not_copied() -> None:
-    (level,) = _documents(GROUP).levels
-    assert (level.queries, level.keys) == ((9, 28), (0, 9))
-
-
-@pytest.mark.parametrize("tree", [GROUP, GROUPS], ids=str)
+@pytest.mark.parametrize("tree", [GROUP, PAIRS], ids=str)
 def test_sinks_are_taken_in_once(tree: Tree) -> None:
     """As one more key of each head, without a value."""
     inputs = _inputs(tree, (4, 2))
@@ -138,7 +152,7 @@ def test_a_window_hides_nothing_of_the_longest_path_alone() -> None:
         assert bool(calls) == in_one_call
 
 
-@pytest.mark.parametrize("tree", [GROUP, GROUPS], ids=str)
+@pytest.mark.parametrize("tree", [GROUP, PAIRS], ids=str)
 def test_torch_takes_the_calls(tree: Tree) -> None:
     """With tensors that have a shape, but no content, through torch's own ops."""
     q, k, v = (

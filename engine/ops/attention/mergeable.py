@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.branches import levels
 from engine.kernels.records import Documents
-from engine.ops.attention.blocks import AttentionBlocks, add_round_, merge_, merge_round_
+from engine.ops.attention.blocks import AttentionBlocks, add_round_, merge_round_
 from engine.ops.attention.flash_calls import (
     flash_level_backward,
     flash_level_forward,
@@ -109,11 +109,10 @@ class InOneCall:
         longest = whole_blocks(documents.max_length)
         out, lse = flash_varlen_forward(q_THD, k_TKD, v_TKD, documents.offsets, longest, scale)
         for level in documents.levels:
-            out = out.to(torch.promote_types(out.dtype, torch.float32))
             keys = _taken(k_TKD, level.keys), _taken(v_TKD, level.keys)
             found, found_lse = flash_level_forward(_taken(q_THD, level.queries), *keys, level, scale)
             rows, rows_lse = _taken(out, level.queries), _taken(lse, level.queries)
-            merge_(rows, rows_lse, found, found_lse)
+            _merge_rounded_(rows, rows_lse, found, found_lse)
             _put_back(out, level.queries, rows)
             _put_back(lse, level.queries, rows_lse)
         return out, lse
@@ -154,6 +153,14 @@ def _put_back(x: Tensor, places: tuple[int, int] | Tensor, rows: Tensor) -> None
     """Puts what `_taken` returned, and was changed, into its place."""
     if isinstance(places, Tensor):
         x.index_copy_(0, places, rows)
+
+
+def _merge_rounded_(out_NHD: Tensor, lse_NH: Tensor, other_NHD: Tensor, other_lse_NH: Tensor) -> None:
+    """Does as `merge_` in the dtype of `out`, which two operations round to: copies in fp32 would cost three times the
+    memory traffic of a level."""
+    share = torch.sigmoid(other_lse_NH - lse_NH).unsqueeze(-1)
+    out_NHD.mul_(1 - share).addcmul_(other_NHD, share)
+    torch.logaddexp(lse_NH, other_lse_NH, out=lse_NH)
 
 
 class _Merged(torch.autograd.Function):

@@ -260,8 +260,6 @@ def test_sinks_equal_a_softmax_with_one_more_column(size: int, method: str):
     if method not in _methods():
         pytest.skip(native_status().reason)
     for case in _cases(size):
-        if method == "ulysses" and case.shape in PARENTS:
-            continue
         key = (case.shape, case.heads, method)
         ranks = [rank["sinks"][key] for rank in _ranks(size)]
         found = [*(_whole(case, ranks, which) for which in range(4)), sum(rank[4] for rank in ranks)]

@@ -4,9 +4,11 @@
 //     dp = do v^T        ds = scale p (dp - sum(do o))
 //     dq = ds k          dk = ds^T q         dv = p^T do
 //
-// Work comes as segments: a range of queries, a range of keys, and whether query i sees only the keys 0 to i of the
-// range. Segments must not share queries; in backward not keys either. Keys and values of a segment are laid out once
-// in panels, for all query heads that read them. Nothing of the size queries x keys exists beyond a block.
+// Work comes as segments: a range of queries, a range of keys, whether query i sees only the keys 0 to i of the range,
+// and a segment that this one continues: its queries see all keys of that one too, and of those that that one
+// continues. Segments must not share queries; in backward not keys either. Keys and values of a segment are laid out
+// once in panels, for all query heads and segments that read them. Nothing of the size queries x keys exists beyond a
+// block.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -21,8 +23,11 @@ namespace {
 
 using attention::BackwardHeads;
 using attention::Heads;
+using attention::Packed;
 using attention::Segment;
 using attention::Shape;
+using attention::Share;
+using attention::View;
 using attention::store_row;
 using simd::Float;
 using simd::LANES;
@@ -118,8 +123,7 @@ float softmax_row(float* s, int64_t seen, float scale, float& maximum, float& to
 // One block of queries of one head: rows [first, first + rows) of the segment.
 template <class T>
 void forward_block(const Shape& shape, const Segment& segment, int64_t first, int64_t rows, const T* q, int64_t token_q,
-                   const float* key_panels, const float* value_panels, T* out, int64_t token_out, float* lse,
-                   int64_t token_lse) {
+                   const Packed& packed, int64_t kv_head, T* out, int64_t token_out, float* lse, int64_t token_lse) {
     const int64_t ld_o = tiles::padded(shape.dim);
     float* s = common::scratch<0>(QUERIES * LD);
     float* o = common::scratch<1>(QUERIES * ld_o);
@@ -128,20 +132,25 @@ void forward_block(const Shape& shape, const Segment& segment, int64_t first, in
     float maximum[QUERIES], total[QUERIES] = {};
     std::fill(maximum, maximum + rows, -INFINITY);
     std::fill(o, o + rows * ld_o, 0.0f);
-    const int64_t end = segment.seen(first + rows - 1);
-    for (int64_t key = 0; key < end; key += KEYS) {
-        const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
-        scores(queries, ld_o, key_panels, shape.dim, block, s);
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t seen = block.seen(row);
-            if (seen > 0) {
-                const float factor = softmax_row(s + row * LD, seen, shape.scale, maximum[row], total[row]);
-                if (key > 0 && factor != 1.0f)
-                    for (int64_t d = 0; d < ld_o; ++d) o[row * ld_o + d] *= factor;
+    bool summed = false;
+    for (const View& view : segment.views) {
+        const float* key_panels = packed.keys_transposed(view.segment, kv_head);
+        const float* value_panels = packed.values(view.segment, kv_head);
+        const int64_t end = view.seen(first + rows - 1);
+        for (int64_t key = 0; key < end; key += KEYS, summed = true) {
+            const attention::Block block(view, first, rows, key, std::min(KEYS, end - key));
+            scores(queries, ld_o, key_panels, shape.dim, block, s);
+            for (int64_t row = 0; row < rows; ++row) {
+                const int64_t seen = block.seen(row);
+                if (seen > 0) {
+                    const float factor = softmax_row(s + row * LD, seen, shape.scale, maximum[row], total[row]);
+                    if (summed && factor != 1.0f)
+                        for (int64_t d = 0; d < ld_o; ++d) o[row * ld_o + d] *= factor;
+                }
+                clear(s + row * LD, std::max<int64_t>(seen, 0), std::min(block.keys, seen + ROWS));
             }
-            clear(s + row * LD, std::max<int64_t>(seen, 0), std::min(block.keys, seen + ROWS));
+            weighted_sum(s, value_panels, shape.dim, block, o, ld_o);
         }
-        weighted_sum(s, value_panels, shape.dim, block, o, ld_o);
     }
     for (int64_t row = 0; row < rows; ++row) {
         const float inverse = 1.0f / total[row];
@@ -167,52 +176,49 @@ void backward_row(float* s, float* dp, int64_t seen, int64_t keys, float scale, 
     clear(dp, seen, end);
 }
 
-struct BackwardPanels {
-    const float *keys_transposed, *values_transposed, *keys;
-};
-
-// One head of a segment: dq of its queries, and its part of dk and dv into [keys, padded dim].
+// One head of rows [first, first + rows) of a segment: dq, and their part of dk and dv into [share.rows, padded dim].
 template <class T>
-void backward_head(const Shape& shape, const Segment& segment, int64_t head, const BackwardHeads<T>& heads,
-                   const BackwardPanels& panels, float* dk, float* dv) {
-    const int64_t ld = tiles::padded(shape.dim);
+void backward_rows(const Shape& shape, const Segment& segment, int64_t first, int64_t rows, int64_t head,
+                   const BackwardHeads<T>& heads, const Packed& packed, const Share& share, float* dk, float* dv) {
+    const int64_t ld = tiles::padded(shape.dim), kv_head = head / shape.group(), token = segment.first_query + first;
     float* s = common::scratch<0>(QUERIES_BACKWARD * LD);
     float* dp = common::scratch<1>(QUERIES_BACKWARD * LD);
     float* dq = common::scratch<2>(3 * QUERIES_BACKWARD * ld);
     float *q = dq + QUERIES_BACKWARD * ld, *dout = q + QUERIES_BACKWARD * ld;
-    for (int64_t first = 0; first < segment.queries; first += QUERIES_BACKWARD) {
-        const int64_t rows = std::min(QUERIES_BACKWARD, segment.queries - first);
-        const int64_t token = segment.first_query + first;
-        attention::gather_rows(heads.q.at(token, head), heads.q.token, rows, shape.dim, q, ld);
-        attention::gather_rows(heads.dout.at(token, head), heads.dout.token, rows, shape.dim, dout, ld);
-        float delta[QUERIES_BACKWARD];
-        for (int64_t row = 0; row < rows; ++row)
-            delta[row] = attention::dot(dout + row * ld, heads.out.at(token + row, head), shape.dim);
-        const int64_t next = token + rows, next_rows = std::min(QUERIES_BACKWARD, segment.queries - first - rows);
-        attention::prefetch_rows(heads.q.at(next, head), heads.q.token, next_rows, shape.dim);
-        attention::prefetch_rows(heads.dout.at(next, head), heads.dout.token, next_rows, shape.dim);
-        attention::prefetch_rows(heads.out.at(next, head), heads.out.token, next_rows, shape.dim);
-        std::fill(dq, dq + rows * ld, 0.0f);
-        const int64_t end = segment.seen(first + rows - 1);
+    attention::gather_rows(heads.q.at(token, head), heads.q.token, rows, shape.dim, q, ld);
+    attention::gather_rows(heads.dout.at(token, head), heads.dout.token, rows, shape.dim, dout, ld);
+    float delta[QUERIES_BACKWARD];
+    for (int64_t row = 0; row < rows; ++row)
+        delta[row] = attention::dot(dout + row * ld, heads.out.at(token + row, head), shape.dim);
+    const int64_t next = token + rows, next_rows = std::min(QUERIES_BACKWARD, segment.queries - first - rows);
+    attention::prefetch_rows(heads.q.at(next, head), heads.q.token, next_rows, shape.dim);
+    attention::prefetch_rows(heads.dout.at(next, head), heads.dout.token, next_rows, shape.dim);
+    attention::prefetch_rows(heads.out.at(next, head), heads.out.token, next_rows, shape.dim);
+    std::fill(dq, dq + rows * ld, 0.0f);
+    for (const View& view : segment.views) {
+        const float* keys_transposed = packed.keys_transposed(view.segment, kv_head);
+        const float* values_transposed = packed.values(view.segment, kv_head);
+        const float* keys = packed.keys(view.segment, kv_head);
+        const int64_t offset = share.row_of(view.segment) * ld, end = view.seen(first + rows - 1);
         for (int64_t key = 0; key < end; key += KEYS) {
-            const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
-            scores(q, ld, panels.keys_transposed, shape.dim, block, s);
-            scores(dout, ld, panels.values_transposed, shape.dim, block, dp);
+            const attention::Block block(view, first, rows, key, std::min(KEYS, end - key));
+            scores(q, ld, keys_transposed, shape.dim, block, s);
+            scores(dout, ld, values_transposed, shape.dim, block, dp);
             for (int64_t row = 0; row < rows; ++row)
                 backward_row(s + row * LD, dp + row * LD, block.seen(row), block.keys, shape.scale,
                              heads.lse[(token + row) * shape.heads + head], delta[row]);
-            weighted_sum(dp, panels.keys, shape.dim, block, dq, ld);
-            transposed_sum(s, dout, ld, block, dv);
-            transposed_sum(dp, q, ld, block, dk);
+            weighted_sum(dp, keys, shape.dim, block, dq, ld);
+            transposed_sum(s, dout, ld, block, dv + offset);
+            transposed_sum(dp, q, ld, block, dk + offset);
         }
-        for (int64_t row = 0; row < rows; ++row) store_row(dq + row * ld, shape.dim, heads.dq.at(token + row, head));
     }
+    for (int64_t row = 0; row < rows; ++row) store_row(dq + row * ld, shape.dim, heads.dq.at(token + row, head));
 }
 
 template <class T>
 void forward(int threads, const std::vector<Segment>& all, const Shape& shape, const Heads<const T>& q,
              const Heads<const T>& k, const Heads<const T>& v, const Heads<T>& out, float* lse) {
-    const attention::Packed packed(threads, all, shape, k, v, false);
+    const Packed packed(threads, all, shape, k, v, false);
     struct Task {
         int64_t segment, head, first;
     };
@@ -223,13 +229,12 @@ void forward(int threads, const std::vector<Segment>& all, const Shape& shape, c
     common::parallel_for(threads, (int64_t)tasks.size(), [&](int64_t item) {
         const Task& task = tasks[item];
         const Segment& segment = all[task.segment];
-        const int64_t kv_head = task.head / shape.group();
         const int64_t end = std::min(task.first + TASK_QUERIES, segment.queries);
         for (int64_t first = task.first; first < end; first += QUERIES) {
             const int64_t token = segment.first_query + first;
             forward_block(shape, segment, first, std::min(QUERIES, end - first), q.at(token, task.head), q.token,
-                          packed.keys_transposed(task.segment, kv_head), packed.values(task.segment, kv_head),
-                          out.at(token, task.head), out.token, lse + token * shape.heads + task.head, shape.heads);
+                          packed, task.head / shape.group(), out.at(token, task.head), out.token,
+                          lse + token * shape.heads + task.head, shape.heads);
         }
     });
 }
@@ -237,22 +242,21 @@ void forward(int threads, const std::vector<Segment>& all, const Shape& shape, c
 template <class T>
 void backward(int threads, const std::vector<Segment>& all, const Shape& shape, const BackwardHeads<T>& heads,
               const Heads<const T>& k, const Heads<const T>& v, const Heads<T>& to_dk, const Heads<T>& to_dv) {
-    const attention::Packed packed(threads, all, shape, k, v, true);
-    const int64_t ld = tiles::padded(shape.dim);
+    const Packed packed(threads, all, shape, k, v, true);
     attention::sum_groups(
-        threads, all, shape, ld, [&](int64_t i) { return all[i].keys; },
-        [&](int64_t i, int64_t head, float* dk, float* dv) {
-            const int64_t kv_head = head / shape.group();
-            const BackwardPanels panels{packed.keys_transposed(i, kv_head), packed.values(i, kv_head),
-                                        packed.keys(i, kv_head)};
-            backward_head(shape, all[i], head, heads, panels, dk, dv);
+        threads, all, shape, tiles::padded(shape.dim), [&](int64_t i) { return all[i].keys; },
+        [&](const Share& share, int64_t head, float* dk, float* dv) {
+            for (int64_t i = share.first; i < share.last; ++i)
+                for (int64_t first = 0; first < all[i].queries; first += QUERIES_BACKWARD)
+                    backward_rows(shape, all[i], first, std::min(QUERIES_BACKWARD, all[i].queries - first), head, heads,
+                                  packed, share, dk, dv);
         },
         to_dk, to_dv);
 }
 
 }  // namespace
 
-// segments: `num_segments` x (first query, queries, first key, keys, causal). out like q; lse: fp32 [tokens, heads].
+// segments: `num_segments` x (first query, queries, first key, keys, causal, parent or -1). out like q; lse: fp32 [tokens, heads].
 EXPORT void engine_attention_forward(int threads, int type, int64_t num_segments, const int64_t* segments,
                                      int64_t heads, int64_t kv_heads, int64_t dim, float scale, const void* q,
                                      int64_t token_q, int64_t head_q, const void* k, int64_t token_k, int64_t head_k,

@@ -83,9 +83,9 @@ void store_transposed(const float* from, int64_t rows, int64_t dim, Bf16* to, in
 
 // Which keys a block of queries sees, as lanes.
 struct Sight {
-    Sight(const Segment& segment, int64_t first, int64_t rows) : all(segment.seen(first)) {
+    Sight(const View& view, int64_t first, int64_t rows) : all(view.seen(first)) {
         for (int64_t row = 0; row < QUERIES; ++row)
-            seen[row / LANES][row % LANES] = (int)segment.seen(first + std::min(row, rows - 1));
+            seen[row / LANES][row % LANES] = (int)view.seen(first + std::min(row, rows - 1));
     }
     // value where the lane's query sees the key, else `other`
     SIMD_INLINE Float keep(Float value, int64_t group, int64_t key, float other) const {
@@ -139,10 +139,12 @@ class Operands {
 // Running softmax of a block of queries, a lane each.
 struct Softmax {
     Float maximum[GROUPS], total[GROUPS];
+    bool summed = false;
     Softmax() {
         for (int64_t g = 0; g < GROUPS; ++g) maximum[g] = simd::splat(-INFINITY), total[g] = Float{};
     }
-    // scores [keys, QUERIES] from key `first` on become P^T as a right operand; `sums` are rescaled to the new maximum.
+    // scores [keys, QUERIES] from key `first` on become P^T as a right operand; `sums`, where there are any yet, are
+    // rescaled to the new maximum.
     void take(const float* scores, int64_t first, int64_t keys, const Sight& sight, float scale, uint32_t* p,
               float* sums, int64_t sum_rows) {
         for (int64_t g = 0; g < GROUPS; ++g) {
@@ -169,17 +171,19 @@ struct Softmax {
                 store_pair(p + key / 2 * QUERIES + g * LANES, simd::narrow(p0), simd::narrow(p1));
             }
             total[g] = total[g] * factor + (added[0] + added[1]);
-            for (int64_t row = 0; first > 0 && row < sum_rows; ++row) {
+            for (int64_t row = 0; summed && row < sum_rows; ++row) {
                 float* to = sums + row * QUERIES + g * LANES;
                 simd::store(to, simd::load(to) * factor);
             }
         }
+        summed = true;
     }
 };
 
 void forward_block(const Shape& shape, const Segment& segment, int64_t first, int64_t rows, const Bf16* q,
-                   int64_t token_q, const Bf16* keys, const Bf16* values, Bf16* out, int64_t token_out, float* lse) {
-    const int64_t width = padded(shape.dim), ld_values = padded(segment.keys);
+                   int64_t token_q, const Operands& operands, int64_t kv_head, Bf16* out, int64_t token_out,
+                   float* lse) {
+    const int64_t width = padded(shape.dim);
     Bf16* block = buffer<0, Bf16>(QUERIES * width);
     uint32_t* q_pairs = buffer<1, uint32_t>(QUERIES * width / 2);
     float *scores = buffer<2, float>(KEYS * QUERIES), *sums = buffer<3, float>(width * QUERIES);
@@ -188,14 +192,17 @@ void forward_block(const Shape& shape, const Segment& segment, int64_t first, in
     copy_padded(q, token_q, rows, shape.dim, block);
     pair_columns(block, width, q_pairs);
     std::fill(sums, sums + width * QUERIES, 0.0f);
-    const Sight sight(segment, first, rows);
     Softmax softmax;
-    const int64_t end = segment.seen(first + rows - 1);
-    for (int64_t key = 0; key < end; key += KEYS) {
-        const int64_t count = padded(std::min(KEYS, end - key));
-        product<false>(count, QUERIES, width, keys + key * width, width, q_pairs, QUERIES, scores, QUERIES);
-        softmax.take(scores, key, count, sight, shape.scale, p, sums, width);
-        product<true>(width, QUERIES, count, values + key, ld_values, p, QUERIES, sums, QUERIES);
+    for (const View& view : segment.views) {
+        const Bf16 *keys = operands.part(view.segment, kv_head, 0), *values = operands.part(view.segment, kv_head, 1);
+        const Sight sight(view, first, rows);
+        const int64_t end = view.seen(first + rows - 1), ld_values = padded(view.keys);
+        for (int64_t key = 0; key < end; key += KEYS) {
+            const int64_t count = padded(std::min(KEYS, end - key));
+            product<false>(count, QUERIES, width, keys + key * width, width, q_pairs, QUERIES, scores, QUERIES);
+            softmax.take(scores, key, count, sight, shape.scale, p, sums, width);
+            product<true>(width, QUERIES, count, values + key, ld_values, p, QUERIES, sums, QUERIES);
+        }
     }
     for (int64_t g = 0; g < GROUPS; ++g) {
         const Float inverse = 1.0f / softmax.total[g];
@@ -231,8 +238,8 @@ void backward_block(const float* scores, const float* dp, int64_t first, int64_t
 }
 
 void backward_head(const Shape& shape, const Segment& segment, int64_t head, const BackwardHeads<Bf16>& heads,
-                   const Bf16* keys, const Bf16* values, const Bf16* keys_transposed, float* dk, float* dv) {
-    const int64_t width = padded(shape.dim), ld_keys = padded(segment.keys);
+                   const Operands& operands, const Share& share, float* dk, float* dv) {
+    const int64_t width = padded(shape.dim), kv_head = head / shape.group();
     Bf16* blocks = buffer<0, Bf16>(2 * QUERIES * width);
     Bf16 *q = blocks, *dout = blocks + QUERIES * width;
     uint32_t* pairs = buffer<1, uint32_t>(4 * QUERIES * width / 2);
@@ -261,18 +268,23 @@ void backward_head(const Shape& shape, const Segment& segment, int64_t head, con
             delta[row] = simd::sum(sum);
         }
         std::fill(dq, dq + width * QUERIES, 0.0f);
-        const Sight sight(segment, first, rows);
-        const int64_t end = segment.seen(first + rows - 1);
-        for (int64_t key = 0; key < end; key += KEYS) {
-            const int64_t count = padded(std::min(KEYS, end - key));
-            product<false>(count, QUERIES, width, keys + key * width, width, q_columns, QUERIES, scores, QUERIES);
-            product<false>(count, QUERIES, width, values + key * width, width, dout_columns, QUERIES, dp, QUERIES);
-            backward_block(scores, dp, key, count, sight, shape.scale, lse, delta, p_rows, p_rows + KEYS * QUERIES,
-                           ds_pairs);
-            product<true>(count, width, QUERIES, p_rows, QUERIES, dout_rows, width, dv + key * width, width);
-            product<true>(count, width, QUERIES, p_rows + KEYS * QUERIES, QUERIES, q_rows, width, dk + key * width,
-                          width);
-            product<true>(width, QUERIES, count, keys_transposed + key, ld_keys, ds_pairs, QUERIES, dq, QUERIES);
+        for (const View& view : segment.views) {
+            const Bf16 *keys = operands.part(view.segment, kv_head, 0), *values = operands.part(view.segment, kv_head, 1);
+            const Bf16* keys_transposed = operands.part(view.segment, kv_head, 2);
+            const Sight sight(view, first, rows);
+            const int64_t end = view.seen(first + rows - 1), ld_keys = padded(view.keys);
+            const int64_t offset = share.row_of(view.segment) * width;
+            for (int64_t key = 0; key < end; key += KEYS) {
+                const int64_t count = padded(std::min(KEYS, end - key));
+                float *to_dk = dk + offset + key * width, *to_dv = dv + offset + key * width;
+                product<false>(count, QUERIES, width, keys + key * width, width, q_columns, QUERIES, scores, QUERIES);
+                product<false>(count, QUERIES, width, values + key * width, width, dout_columns, QUERIES, dp, QUERIES);
+                backward_block(scores, dp, key, count, sight, shape.scale, lse, delta, p_rows, p_rows + KEYS * QUERIES,
+                               ds_pairs);
+                product<true>(count, width, QUERIES, p_rows, QUERIES, dout_rows, width, to_dv, width);
+                product<true>(count, width, QUERIES, p_rows + KEYS * QUERIES, QUERIES, q_rows, width, to_dk, width);
+                product<true>(width, QUERIES, count, keys_transposed + key, ld_keys, ds_pairs, QUERIES, dq, QUERIES);
+            }
         }
         store_transposed(dq, rows, shape.dim, heads.dq.at(token, head), heads.dq.token);
     }
@@ -301,12 +313,12 @@ void forward_by_matrix_unit(int threads, const std::vector<Segment>& all, const 
         const Tiles tiles;
         const Task& task = tasks[item];
         const Segment& segment = all[task.segment];
-        const int64_t kv_head = task.head / shape.group(), end = std::min(task.first + SOME, segment.queries);
+        const int64_t end = std::min(task.first + SOME, segment.queries);
         for (int64_t first = task.first; first < end; first += QUERIES) {
             const int64_t token = segment.first_query + first;
             forward_block(shape, segment, first, std::min(QUERIES, end - first), q.at(token, task.head), q.token,
-                          operands.part(task.segment, kv_head, 0), operands.part(task.segment, kv_head, 1),
-                          out.at(token, task.head), out.token, lse + token * shape.heads + task.head);
+                          operands, task.head / shape.group(), out.at(token, task.head), out.token,
+                          lse + token * shape.heads + task.head);
         }
     });
 }
@@ -317,11 +329,10 @@ void backward_by_matrix_unit(int threads, const std::vector<Segment>& all, const
     const Operands operands(threads, all, shape, k, v, true);
     sum_groups(
         threads, all, shape, padded(shape.dim), [&](int64_t i) { return padded(all[i].keys); },
-        [&](int64_t i, int64_t head, float* dk, float* dv) {
+        [&](const Share& share, int64_t head, float* dk, float* dv) {
             const Tiles tiles;
-            const int64_t kv_head = head / shape.group();
-            backward_head(shape, all[i], head, heads, operands.part(i, kv_head, 0), operands.part(i, kv_head, 1),
-                          operands.part(i, kv_head, 2), dk, dv);
+            for (int64_t i = share.first; i < share.last; ++i)
+                backward_head(shape, all[i], head, heads, operands, share, dk, dv);
         },
         to_dk, to_dv);
 }

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.native.attention import Segment, attention_backward, attention_forward, causal_attention, documents
+from engine.kernels.native.attention import (
+    Segment,
+    attention_backward,
+    attention_forward,
+    causal_attention,
+    documents,
+    table_of,
+)
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     assert_accurate,
@@ -76,11 +83,8 @@ def test_parts_of_the_keys_add_up_to_the_whole() -> None:
     q, k, v, dout = (x.float() for x in inputs)
     exact, torchs = (attention_by_torch(inputs, lengths, scale, dtype) for dtype in (torch.float64, torch.float32))
     # queries 40.. against the keys before them, in full, and every query causally against its own part
-    own = (
-        Segment(first_query=0, queries=40, first_key=0, keys=40, causal=True),
-        Segment(first_query=40, queries=50, first_key=40, keys=50, causal=True),
-    )
-    before = (Segment(first_query=40, queries=50, first_key=0, keys=40, causal=False),)
+    own = documents((40, 50))
+    before = table_of((Segment(first_query=40, queries=50, first_key=0, keys=40, causal=False),))
     out_own, lse_own = attention_forward(q, k, v, own, scale=scale)
     out_before, lse_before = attention_forward(q, k, v, before, scale=scale)
     lse = lse_own.clone()
@@ -99,9 +103,9 @@ def test_parts_of_the_keys_add_up_to_the_whole() -> None:
 
 def test_no_tokens() -> None:
     q, k = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8)
-    out, lse = attention_forward(q, k, k, (), scale=1.0)
+    out, lse = attention_forward(q, k, k, documents(()), scale=1.0)
     assert out.shape == (0, 4, 8) and lse.shape == (0, 4)
-    assert [x.shape[0] for x in attention_backward(out, q, k, k, out, lse, (), scale=1.0)] == [0, 0, 0]
+    assert [x.shape[0] for x in attention_backward(out, q, k, k, out, lse, documents(()), scale=1.0)] == [0, 0, 0]
 
 
 def test_a_non_finite_input_is_not_hidden() -> None:

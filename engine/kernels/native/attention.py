@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +12,13 @@ from engine.kernels.native.loader import library
 from engine.kernels.records import Documents
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Queries [first_query, first_query + queries) against keys [first_key, first_key + keys).
 
     Args:
         causal: query i of the segment sees its keys 0 to i, and not all of them.
+        parent: number of the segment that this one continues: queries see all keys of that one too, and of those that
+            it continues; -1 for none. Segments that continue one, directly or not, lie side by side behind it.
     """
 
     first_query: int
@@ -27,43 +26,44 @@ class Segment:
     first_key: int
     keys: int
     causal: bool
+    parent: int = -1
 
 
-def documents(lengths: tuple[int, ...]) -> tuple[Segment, ...]:
-    """Returns the segments in which each document attends causally to itself."""
-    starts = accumulate(lengths, initial=0)
-    return tuple(
-        Segment(first_query=start, queries=length, first_key=start, keys=length, causal=True)
-        for start, length in zip(starts, lengths, strict=False)
-    )
+def table_of(segments: tuple[Segment, ...]) -> Tensor:
+    """Returns int64 [S, 6], a row of numbers for each segment."""
+    return torch.tensor(segments, dtype=torch.int64).view(-1, len(Segment._fields))
 
 
-def _table(segments: tuple[Segment, ...]) -> Tensor:
-    rows = [[s.first_query, s.queries, s.first_key, s.keys, int(s.causal)] for s in segments]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+def documents(lengths: tuple[int, ...], parents: tuple[int, ...] = ()) -> Tensor:
+    """Returns the table of segments in which each document attends causally to itself, and to all of those that it
+    continues."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    before = torch.tensor(parents, dtype=torch.int64) if parents else torch.full_like(sizes, -1)
+    return torch.stack([starts, sizes, starts, sizes, torch.ones_like(sizes), before], dim=1)
 
 
 def attention_forward(
-    q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: tuple[Segment, ...], *, scale: float
+    q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax(scale * q k^T) v within each segment.
 
     Args:
         q_THD: fp32 or bfloat16 [T, H, D]; k_NKD, v_NKD: [N, K, D] with H a multiple of K; tokens and heads of any
             stride.
-        segments: share no query; queries that are in none get undefined results.
+        segments: a table of `Segment`; they share no query; queries that are in none get undefined results.
 
     Returns:
         [T, H, D], and log sum exp of each query's scores, fp32 [T, H].
     """
     (tokens, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_THD.shape, k_NKD.shape
     out, lse = q_THD.new_empty(tokens, num_heads, head_dim), torch.empty(tokens, num_heads)
-    table, dtype = _table(segments), q_THD.dtype
+    dtype = q_THD.dtype
     library().engine_attention_forward(
         threads(),
         type_number(q_THD),
         len(segments),
-        vector(table, table.numel(), torch.int64),
+        vector(segments, segments.numel(), torch.int64),
         num_heads,
         num_kv_heads,
         head_dim,
@@ -84,7 +84,7 @@ def attention_backward(
     v_NKD: Tensor,
     out_THD: Tensor,
     lse_TH: Tensor,
-    segments: tuple[Segment, ...],
+    segments: Tensor,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,17 +93,17 @@ def attention_backward(
     Args:
         out_THD, lse_TH: of all keys that the queries saw. Where a query's keys are spread over several calls, the
             calls' gradients of q add up.
-        segments: share no query and no key; gradients outside of them are undefined.
+        segments: a table of `Segment`; they share no query and no key; gradients outside of them are undefined.
     """
     (tokens, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_THD.shape, k_NKD.shape
     queries, keys = (tokens, num_heads, head_dim), (num_keys, num_kv_heads, head_dim)
     dq, dk, dv = q_THD.new_empty(queries), q_THD.new_empty(keys), q_THD.new_empty(keys)
-    table, dtype = _table(segments), q_THD.dtype
+    dtype = q_THD.dtype
     library().engine_attention_backward(
         threads(),
         type_number(q_THD),
         len(segments),
-        vector(table, table.numel(), torch.int64),
+        vector(segments, segments.numel(), torch.int64),
         num_heads,
         num_kv_heads,
         head_dim,
@@ -123,7 +123,7 @@ def attention_backward(
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: tuple[Segment, ...], scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> Tensor:
         out, lse = attention_forward(q, k, v, segments, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.segments, ctx.scale = segments, scale
@@ -137,13 +137,19 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    document_lengths: tuple[int, ...],
+    parents: tuple[int, ...] = (),
+    *,
+    scale: float,
 ) -> Tensor:
     """Computes engine.ops.attention.packed.causal_attention, for fp32 and bfloat16 on the CPU."""
-    return _CausalAttention.apply(q_THD, k_TKD, v_TKD, documents(document_lengths), scale)
+    return _CausalAttention.apply(q_THD, k_TKD, v_TKD, documents(document_lengths, parents), scale)
 
 
 def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
     """Adapts `causal_attention` to a backend's attention; reads the lengths on the host."""
     assert documents.lengths, "the compiled kernel needs lengths on the host"
-    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)
+    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, documents.parents, scale=scale)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.kernels.native.attention import Segment, attention_backward, attention_forward
+from engine.kernels.native.attention import Segment, attention_backward, attention_forward, table_of
 from engine.kernels.native.loader import native_status
 from engine.spans import Block
 
@@ -272,10 +272,12 @@ def one_by_one(
 # All blocks in one call of the compiled kernel.
 
 
-def _segments(blocks: tuple[Block, ...]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(first_query=query.start, queries=query.length, first_key=key.start, keys=key.length, causal=causal)
-        for query, key, causal in blocks
+def _segments(blocks: tuple[Block, ...]) -> Tensor:
+    return table_of(
+        tuple(
+            Segment(first_query=query.start, queries=query.length, first_key=key.start, keys=key.length, causal=causal)
+            for query, key, causal in blocks
+        )
     )
 
 

@@ -12,6 +12,7 @@
     rankfold benchmark tower
     rankfold benchmark tenants
     rankfold benchmark loader
+    rankfold benchmark start
 
 `rankfold benchmark SECTION --help` explains a section and its options.
 """

@@ -261,6 +261,22 @@ class LoaderOptions(SectionOptions):
         return whole_numbers("workers", self.workers, "0,1,2", least=0)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartOptions(SectionOptions):
+    """Seconds from a command to its first training step, against transformers + PEFT, and to the end of its help."""
+
+    hidden: int = option(256, "width of the residual stream; a multiple of 16", least=16)
+    layers: int = option(4, "number of layers", least=1)
+    records: int = option(256, "records of the training data, of 200 tokens", least=2)
+    ranks: int = option(2, "data-parallel ranks of a second measurement under torchrun; 1 leaves it out", least=1)
+    repeats: int = option(5, "timed turns", least=1)
+
+    def __post_init__(self) -> None:
+        SectionOptions.__post_init__(self)
+        if self.hidden % 16:
+            raise UserError(f"--hidden is {self.hidden}: give a multiple of 16, which 8 heads of an even size take.")
+
+
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "experts": ExpertsOptions,
@@ -280,6 +296,7 @@ SECTIONS: dict[str, type] = {
     "tenants": TenantsOptions,
     "tower": TowerOptions,
     "loader": LoaderOptions,
+    "start": StartOptions,
 }
 """Section name -> its options. The section is also a module of `rankfold.benchmarking`, with _ for -, whose
 `run(options)` gives a Table or a Report."""

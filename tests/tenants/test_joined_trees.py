@@ -40,3 +40,5 @@ def test_parents_are_numbered_over_all_parts(
     assert found.document_lengths == (5, 3, 4, 4, 4)
     if size > 1:
         assert found.context_plan is not None and found.context_plan.layout.document_parents == joined
+        alone = context_part(parts[0], size=size, rank=0).context_plan
+        assert alone is not None and alone.layout.document_parents == first

@@ -202,3 +202,32 @@ def test_a_batch_on_the_host_sends_nothing() -> None:
         document_lengths=lengths, document_parents=parents,
     )  # fmt: skip
     assert batch.documents.levels == () and batch.documents.parents == parents
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("tree", [GROUP, GROUPS, PAIRS], ids=str)
+def test_torchs_kernel_on_a_gpu(tree: Tree, size: int) -> None:
+    """Error against fp64 of at most twice that of torch's attention with one mask in the same dtype."""
+    lengths, device = tuple(37 * length for length in tree[0]), torch.device("cuda")
+    longer = lengths, tree[1]
+    generator = torch.Generator().manual_seed(0)
+    half = [
+        torch.randn(sum(lengths), heads, size, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    exact = _dense(longer, [x.detach().cpu().double().requires_grad_() for x in half])
+    dy = torch.randn(exact[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(half[0])
+    q, k, v = (x.transpose(0, 1)[None] for x in half)
+    mask = seen_tokens(*longer).to(device)
+    theirs = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    ours = VarlenAttention()(*half, _documents(longer, "cuda"), scale=0.3)
+    for name, one, other, right in zip(
+        ("out", "dq", "dk", "dv"),
+        (ours, *torch.autograd.grad(ours, half, dy)),
+        (theirs, *torch.autograd.grad(theirs, half, dy)),
+        exact,
+        strict=True,
+    ):
+        error, allowed = ((x.cpu().double() - right).norm() for x in (one, other))
+        assert error <= 2 * allowed, name

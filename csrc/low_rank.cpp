@@ -1,11 +1,13 @@
 // The skinny products of an adapter: H = drop(x) A^T, dA, dB and the rank-r update of the input's gradient.
 //
-// Each walks its wide operand by rows, once. drop(x) = scale * mask * x; masks are packed bits (philox.cpp) or null.
+// Each walks its wide operand by rows, once; in bfloat16 by pairs of numbers where the processor multiplies these
+// (pairs.h). drop(x) = scale * mask * x; masks are packed bits (philox.cpp) or null.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "common.h"
+#include "pairs.h"
 #include "rank_sums.h"
 #include "simd.h"
 #include "skinny.h"
@@ -14,13 +16,13 @@ namespace {
 
 using common::ceil_div;
 using rank_sums::Section;
-using rank_sums::Wide;
+using simd::Bf16;
 using simd::Float;
 using simd::LANES;
 
-constexpr int64_t ROWS = 8;        // rows of an item in products that give a row for a row
-constexpr int64_t DEPTH = 128;     // products added up in registers before they join the sum
-constexpr int64_t SUM_ROWS = 32;   // the same where rows are summed over: dA and dB
+constexpr int64_t ROWS = 8;          // rows of an item in products that give a row for a row
+constexpr int64_t UPDATE_ROWS = 16;  // the same of the update
+constexpr int64_t DEPTH = 128;       // products added up in registers before they join the sum
 constexpr int64_t PART_ROWS = 2048;  // rows of one part of dA and dB; parts are added in order
 
 // H[t, r] = scale * sum over i of mask * x[t, i] * packed[i, r], for rows [first, first + rows).
@@ -49,18 +51,6 @@ void project_rows(int64_t rows, int64_t inputs, int64_t width, const T* x, int64
     }
 }
 
-// out[r, c] += sum over rows [first, last) of left[t, r] * drop(right)[t, c]; out is [ranks, ld_out].
-template <class T>
-void sum_rows(int64_t first, int64_t last, int64_t ranks, int64_t columns, const float* left, int64_t ld_left,
-              const T* right, int64_t ld_right, const uint8_t* bits, int64_t ld_bits, float* out, int64_t ld_out) {
-    for (int64_t t = first; t < last; t += SUM_ROWS) {
-        const skinny::Left l = {left + t * ld_left, 1, ld_left};
-        const skinny::Right<T> r = {right + t * ld_right, ld_right, bits ? bits + t * ld_bits : nullptr, ld_bits, true};
-        const int64_t depth = std::min(SUM_ROWS, last - t);
-        rank_sums::add_rows(depth, ranks, columns, l, r, out, ld_out);
-    }
-}
-
 // Wide blocks read a row in long runs; the sums of a block must stay in the cache.
 int64_t block_columns(int64_t ranks) { return ranks <= 32 ? 512 : ranks <= 96 ? 256 : 128; }
 
@@ -72,11 +62,61 @@ struct Input {
     const float *row_scale, *column_scale;
 };
 
+#if HAS_PAIRS
+
+// The same product by pairs of numbers.
+void project_pairs(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const Bf16* x, int64_t ld_x,
+                   const uint8_t* bits, int64_t ld_bits, const Bf16* a, int64_t ld_a, float scale, Bf16* h,
+                   int64_t ld_h) {
+    constexpr int64_t PAIR_ROWS = 32, PAIR_DEPTH = 256;
+    const int64_t width = pairs::padded(ranks, LANES), even = inputs - inputs % 2;
+    std::vector<uint32_t> memory((size_t)(pairs::padded(inputs) / 2 * width) + LANES);
+    uint32_t* packed = (uint32_t*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    common::parallel_for(threads, ceil_div(inputs, PAIR_DEPTH), [=](int64_t item) {
+        const int64_t first = item * PAIR_DEPTH;
+        pairs::interleave_transposed(ranks, std::min(PAIR_DEPTH, inputs - first), a + first, ld_a,
+                                     packed + first / 2 * width, width);
+    });
+    common::parallel_for(threads, ceil_div(tokens, PAIR_ROWS), [=](int64_t item) {
+        const int64_t row = item * PAIR_ROWS, rows = std::min(PAIR_ROWS, tokens - row);
+        float* sums = common::scratch<0>(PAIR_ROWS * width);
+        Bf16* copy = (Bf16*)common::scratch<1>(PAIR_ROWS * PAIR_DEPTH / 2);
+        std::fill(sums, sums + rows * width, 0.0f);
+        for (int64_t first = 0; first < inputs; first += PAIR_DEPTH) {
+            const int64_t depth = std::min(PAIR_DEPTH, inputs - first);
+            const Bf16* left = x + row * ld_x + first;
+            const bool copies = bits || first + depth > even;
+            const int64_t next = first + PAIR_DEPTH < inputs ? PAIR_DEPTH : PAIR_ROWS * ld_x - first;
+            for (int64_t i = 0; i < rows; ++i) {
+                for (int64_t k = 0; k < PAIR_DEPTH; k += pairs::STEP) pairs::fetch(left + i * ld_x + k + next);
+                if (bits) pairs::fetch(bits + (row + rows + i) * ld_bits + first / 8);
+            }
+            if (copies)
+                pairs::copy_rows(rows, depth, left, ld_x, bits ? bits + row * ld_bits + first / 8 : nullptr, ld_bits,
+                                 copy, PAIR_DEPTH);
+            pairs::product<true>(rows, width, depth + depth % 2, copies ? copy : left, copies ? PAIR_DEPTH : ld_x,
+                                 packed + first / 2 * width, width, sums, width);
+        }
+        for (int64_t i = 0; i < rows; ++i)
+            for (int64_t r = 0; r < ranks; r += LANES)
+                pairs::store_up_to(h + (row + i) * ld_h + r, scale * simd::load(sums + i * width + r), ranks - r);
+    });
+}
+
+#endif
+
 template <class T>
 void project(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const T* x, int64_t ld_x, const uint8_t* bits,
              int64_t ld_bits, const T* a, int64_t ld_a, float scale, T* h, int64_t ld_h) {
-    const int64_t width = ceil_div(ranks, LANES) * LANES;
     if (tokens <= 0 || ranks <= 0) return;
+#if HAS_PAIRS
+    if constexpr (std::is_same<T, Bf16>::value)
+        if (pairs::found()) {
+            project_pairs(threads, tokens, inputs, ranks, x, ld_x, bits, ld_bits, a, ld_a, scale, h, ld_h);
+            return;
+        }
+#endif
+    const int64_t width = ceil_div(ranks, LANES) * LANES;
     std::vector<float> memory((size_t)(inputs * width) + 16, 0.0f);
     float* packed = (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
     common::parallel_for(threads, ceil_div(inputs, DEPTH), [=](int64_t item) {
@@ -145,15 +185,15 @@ void accumulate_a(int threads, int64_t tokens, int64_t ranks, const T* dh, int64
     const Section whole = {0, ranks, 0, x.inputs, nullptr, 0, 1.0};
     const int64_t parts = ceil_div(tokens, PART_ROWS);
     const std::vector<Task> tasks = make_tasks(1, &whole, parts, block_columns(ranks));
-    const Wide left(threads, tokens, ranks, dh, ld_dh, x.row_scale);
+    const rank_sums::Factor<T> left(threads, tokens, ranks, dh, ld_dh, x.row_scale);
     run_tasks(
         threads, tasks, parts,
         [=, &left](const Task& task, float* block) {
             const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
             const int64_t column = task.first_column, ld = ceil_div(task.columns, LANES) * LANES;
             const uint8_t* some = bits ? bits + column / 8 : nullptr;
-            sum_rows(first, last, ranks, task.columns, left.data, left.ld, x.data + column, x.ld, some, ld_bits, block,
-                     ld);
+            left.add(first, last - first, 0, ranks, task.columns, x.data + first * x.ld + column, x.ld,
+                     some ? some + first * ld_bits : nullptr, ld_bits, true, block, ld);
         },
         [=](const Task& task, const float* block) {
             const int64_t ld = ceil_div(task.columns, LANES) * LANES;
@@ -180,13 +220,14 @@ void accumulate_b(int threads, int64_t tokens, const T* dy, int64_t ld_dy, const
     }
     const int64_t parts = ceil_div(tokens, PART_ROWS);
     const std::vector<Task> tasks = make_tasks(num_sections, sections, parts, block_columns(ranks));
-    const Wide left(threads, tokens, last_rank, h, ld_h);
+    const rank_sums::Factor<T> left(threads, tokens, last_rank, h, ld_h);
     run_tasks(
         threads, tasks, parts,
         [=, &left](const Task& task, float* block) {
             const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
-            sum_rows(first, last, task.section->num_ranks, task.columns, left.data + task.section->first_rank, left.ld,
-                     dy + task.first_column, ld_dy, nullptr, 0, block, ceil_div(task.columns, LANES) * LANES);
+            left.add(first, last - first, task.section->first_rank, task.section->num_ranks, task.columns,
+                     dy + first * ld_dy + task.first_column, ld_dy, nullptr, 0, true, block,
+                     ceil_div(task.columns, LANES) * LANES);
         },
         [=](const Task& task, const float* block) {
             const Section& section = *task.section;
@@ -200,6 +241,15 @@ void accumulate_b(int threads, int64_t tokens, const T* dy, int64_t ld_dy, const
 }
 
 }  // namespace
+
+// has: 1 where products of bfloat16 numbers are made of pairs of them (pairs.h).
+EXPORT void engine_has_pairs(int* has) {
+#if HAS_PAIRS
+    *has = pairs::found();
+#else
+    *has = 0;
+#endif
+}
 
 // h = scale * (mask * x) a^T; a: [ranks, inputs].
 EXPORT void engine_project(int threads, int type, int64_t tokens, int64_t inputs, int64_t ranks, const void* x,
@@ -221,9 +271,9 @@ EXPORT void engine_add_input_gradient(int threads, int type, int64_t tokens, int
         using T = decltype(zero);
         const skinny::Update<T> update(threads, inputs, rank, (const T*)dh, ld_dh, (const T*)a, ld_a, bits, ld_bits,
                                        scale);
-        common::parallel_for(threads, ceil_div(tokens, ROWS), [=, &update](int64_t item) {
-            const int64_t first = item * ROWS;
-            update.add((const T*)dy + first * ld_dy, ld_dy, first, std::min(ROWS, tokens - first), 0, inputs,
+        common::parallel_for(threads, ceil_div(tokens, UPDATE_ROWS), [=, &update](int64_t item) {
+            const int64_t first = item * UPDATE_ROWS;
+            update.add((const T*)dy + first * ld_dy, ld_dy, first, std::min(UPDATE_ROWS, tokens - first), 0, inputs,
                        (T*)dx + first * ld_dx, ld_dx);
         });
     });

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "common.h"
+#include "pairs.h"
 #include "simd.h"
 #include "skinny.h"
 
@@ -27,6 +29,27 @@ void add_rows(int64_t rows, int64_t ranks, int64_t columns, const skinny::Left& 
         simd::store_up_to(to, simd::load_up_to(to, count) + sum, count);
     });
 }
+
+#if HAS_PAIRS
+
+// The same for bfloat16 numbers and `left` [ranks, rows], by pairs of rows.
+inline void add_pairs(int64_t rows, int64_t ranks, int64_t columns, const simd::Bf16* left, int64_t ld_left,
+                      const simd::Bf16* right, int64_t ld_right, const uint8_t* bits, int64_t ld_bits, float* out,
+                      int64_t ld_out) {
+    constexpr int64_t DEPTH = 64, WIDTH = 256;  // 32 KiB of interleaved rows stay in the first cache
+    uint32_t* mixed = (uint32_t*)common::scratch<9>(DEPTH / 2 * WIDTH);
+    for (int64_t t = 0; t < rows; t += DEPTH)
+        for (int64_t c = 0; c < columns; c += WIDTH) {
+            const int64_t depth = std::min(DEPTH, rows - t), width = std::min(WIDTH, columns - c);
+            const uint8_t* some = bits ? bits + t * ld_bits + c / 8 : nullptr;
+            const int64_t next = c + WIDTH < columns ? WIDTH : DEPTH * ld_right - c;
+            pairs::interleave(depth, width, right + t * ld_right + c, ld_right, some, ld_bits, mixed, WIDTH, next);
+            pairs::product<true>(ranks, pairs::padded(width, simd::LANES), pairs::padded(depth), left + t, ld_left,
+                                 mixed, WIDTH, out + c, ld_out);
+        }
+}
+
+#endif
 
 constexpr int64_t COLUMNS = 64;  // whose groups are added at a time
 
@@ -70,6 +93,49 @@ class Wide {
     }
 
     std::unique_ptr<float[]> memory_;
+};
+
+// The left factor of such sums, a narrow matrix [tokens, ranks], its rows times `scale` where given.
+template <class T>
+class Factor {
+  public:
+    Factor(int threads, int64_t tokens, int64_t ranks, const T* from, int64_t ld, const float* scale = nullptr) {
+#if HAS_PAIRS
+        if constexpr (std::is_same<T, simd::Bf16>::value)
+            if (pairs::found()) {
+                pairs_.reset(new pairs::Transposed(threads, tokens, ranks, from, ld, scale));
+                return;
+            }
+#endif
+        wide_.reset(new Wide(threads, tokens, ranks, from, ld, scale));
+    }
+
+    // out[r, c] += sum over rows t of this[first + t, first_rank + r] * drop(right)[t, c]; out is [ranks, ld_out], and
+    // may be written up to the end of the last vector. `first` is a multiple of 32. Rows that are `far` lie apart and
+    // are not in the cache.
+    void add(int64_t first, int64_t rows, int64_t first_rank, int64_t ranks, int64_t columns, const T* right,
+             int64_t ld, const uint8_t* bits, int64_t ld_bits, bool far, float* out, int64_t ld_out) const {
+#if HAS_PAIRS
+        if constexpr (std::is_same<T, simd::Bf16>::value)
+            if (pairs_) {
+                const simd::Bf16* left = pairs_->data + first_rank * pairs_->ld + first;
+                add_pairs(rows, ranks, columns, left, pairs_->ld, right, ld, bits, ld_bits, out, ld_out);
+                return;
+            }
+#endif
+        constexpr int64_t DEPTH = 32;  // products added up in registers before they join the sum
+        for (int64_t t = 0; t < rows; t += DEPTH) {
+            const skinny::Left l = {wide_->data + (first + t) * wide_->ld + first_rank, 1, wide_->ld};
+            const skinny::Right<T> r = {right + t * ld, ld, bits ? bits + t * ld_bits : nullptr, ld_bits, far};
+            add_rows(std::min(DEPTH, rows - t), ranks, columns, l, r, out, ld_out);
+        }
+    }
+
+  private:
+    std::unique_ptr<Wide> wide_;
+#if HAS_PAIRS
+    std::unique_ptr<pairs::Transposed> pairs_;
+#endif
 };
 
 }  // namespace rank_sums

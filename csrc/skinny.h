@@ -10,9 +10,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
+#include "pairs.h"
 #include "simd.h"
 
 namespace skinny {
@@ -151,22 +154,43 @@ class Update {
   public:
     Update(int threads, int64_t columns, int64_t rank, const T* dh, int64_t ld_dh, const T* a, int64_t ld_a,
            const uint8_t* bits, int64_t ld_bits, float scale)
-        : a_(threads, rank, columns, a, ld_a), rank_(rank), dh_(dh), ld_dh_(ld_dh), bits_(bits), ld_bits_(ld_bits),
-          scale_(scale) {}
+        : a_(threads, by_pairs() ? 0 : rank, columns, a, ld_a), rank_(rank), dh_(dh), ld_dh_(ld_dh), bits_(bits),
+          ld_bits_(ld_bits), scale_(scale) {
+#if HAS_PAIRS
+        if constexpr (std::is_same<T, simd::Bf16>::value)
+            if (by_pairs() && rank > 0) pairs_.reset(new pairs::Panels(threads, rank, columns, a, ld_a));
+#endif
+    }
 
     bool wanted() const { return rank_ > 0; }
 
-    // out = dy + update for rows [row, row + rows) and columns [column, column + columns), column a multiple of PANEL;
-    // dy and out point to the first of these elements.
+    // out = dy + update for rows [row, row + rows) and columns [column, column + columns), column a multiple of
+    // 2 * PANEL; dy and out point to the first of these elements.
     template <class Out>
     void add(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
              int64_t ld_out) const;
 
   private:
+    // Whether the products are made of pairs of bfloat16 numbers.
+    static bool by_pairs() {
+#if HAS_PAIRS
+        return std::is_same<T, simd::Bf16>::value && pairs::found();
+#else
+        return false;
+#endif
+    }
+
     template <bool MASKED, class Out>
     void add_panels(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
                     int64_t ld_out) const;
 
+#if HAS_PAIRS
+    template <class Out>
+    void add_pairs(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
+                   int64_t ld_out) const;
+
+    std::unique_ptr<pairs::Panels> pairs_;
+#endif
     Panels a_;
     int64_t rank_;
     const T* dh_;

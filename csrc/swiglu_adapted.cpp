@@ -21,7 +21,7 @@ using swiglu::backward_row;
 
 // Few rows, but of as many columns as their sums stay in the cache for: memory is read and written in long runs, which
 // takes a third of the time of blocks of 32 rows and 512 columns (at rank 16).
-constexpr int64_t ROWS = 16;
+constexpr int64_t ROWS = 32;
 constexpr int64_t SUMS = 65536;               // numbers of an item, at most
 constexpr int64_t WIDTH = 4 * skinny::PANEL;  // columns of an item are a multiple of it: of whole bytes of bits, too
 constexpr int64_t GROUP = 256;                // tokens whose sums are one part of dA
@@ -59,7 +59,7 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
               int64_t ld_gate_up, const skinny::Update<T>& update, T* d_gate_up, int64_t ld_d_gate_up,
               const Adapters& a) {
     if (tokens <= 0 || features <= 0) return;
-    const rank_sums::Wide dh(threads, tokens, a.ranks, (const T*)a.dh, a.ld_dh);
+    const rank_sums::Factor<T> dh(threads, tokens, a.ranks, (const T*)a.dh, a.ld_dh);
     const int64_t most_groups = ceil_div(std::min(HEIGHT, tokens), GROUP), ld = ceil_div(features, LANES) * LANES;
     const int64_t width = item_width(threads, features, a.ranks, most_groups), blocks = ceil_div(features, width);
     float* sums = common::scratch<8>(most_groups * a.ranks * ld);
@@ -68,7 +68,8 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
         common::parallel_for(threads, groups * blocks, [=, &a, &dh, &update](int64_t item) {
             const int64_t group = item / blocks, column = item % blocks * width, begin = top + group * GROUP;
             const int64_t columns = std::min(width, features - column);
-            float *y = common::scratch<0>(2 * ROWS * width), *updated = y + ROWS * width;
+            float* updated = common::scratch<0>(ROWS * width);
+            T* y = (T*)common::scratch<1>(ROWS * width);
             float* to = sums + group * a.ranks * ld + column;
             for (int64_t r = 0; r < a.ranks; ++r) std::fill_n(to + r * ld, columns, 0.0f);
             for (int64_t row = begin; row < std::min(tokens, begin + GROUP); row += ROWS) {
@@ -83,9 +84,8 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
                     else backward_row(grad + i * ld_dy, gate, up, columns, dgate, dgate + features, y + i * width);
                 }
                 const uint8_t* bits = a.bits ? a.bits + row * a.ld_bits + column / 8 : nullptr;
-                const skinny::Right<float> made = {y, width, bits, a.ld_bits, false};
                 if (a.num_sections == 0) continue;
-                rank_sums::add_rows(rows, a.ranks, columns, {dh.data + row * dh.ld, 1, dh.ld}, made, to, ld);
+                dh.add(row, rows, 0, a.ranks, columns, y, width, bits, a.ld_bits, false, to, ld);
             }
         });
         common::parallel_for(threads, ceil_div(features, COLUMNS), [=, &a](int64_t item) {

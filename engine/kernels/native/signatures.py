@@ -69,6 +69,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_conv_backward": [*_CONV, *_MATRIX * 2, *_POINTER * 7],
     "engine_gated_norm_forward": [*_TYPED, *_SIZE * 3, *_HEADS * 2, *_POINTER, c_float, *_POINTER],
     "engine_gated_norm_backward": [*_TYPED, *_SIZE * 3, *_HEADS * 3, *_POINTER, c_float, *_POINTER * 3],
+    "engine_has_pairs": [*_POINTER],
     "engine_project": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
     "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [

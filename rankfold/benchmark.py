@@ -9,6 +9,7 @@
     rankfold benchmark generate
     rankfold benchmark rollouts
     rankfold benchmark turns
+    rankfold benchmark prefixes
     rankfold benchmark tower
     rankfold benchmark tenants
     rankfold benchmark loader

@@ -19,6 +19,7 @@ from rankfold.benchmarking.options import (
     TaxOptions,
     by_device,
     check_documents,
+    chosen_names,
     option,
     whole_numbers,
 )
@@ -205,6 +206,37 @@ class TurnsOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixesOptions(ModelOptions):
+    """Training steps whose rows compute common beginnings once, against rows that compute each.
+
+    Policy gradients on groups of completions, DPO on pairs of answers, and completions that have nothing in common.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+    CASES: ClassVar[tuple[str, ...]] = ("completions", "pairs", "alone")
+
+    prompts: int = option(2, "prompts of a step; --length, --rows and --documents are not read", least=1)
+    prompt: int = option(256, "tokens of a prompt", least=1)
+    group: int = option(8, "completions of each prompt", least=2)
+    completion: int = option(64, "tokens of a completion", least=1)
+    pairs: int = option(4, "pairs of answers of a step", least=1)
+    question: int = option(512, "tokens of the question of a pair", least=1)
+    answer: int = option(128, "tokens of the longest answer; the shortest has half of it", least=1)
+    only: str = option("all", f"which cases: all, or a list of {','.join(CASES)}")
+    times_only: bool = option(False, "do not measure the peak memory of a step, in a process of its own")
+    repeats: int = option(9, "timed steps of each", least=1)
+    warmup: int = option(1, "untimed steps of each, after those that check the losses", least=0)
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        self.case_names()
+
+    def case_names(self) -> tuple[str, ...]:
+        """Returns the cases that are measured."""
+        return chosen_names(self.only, self.CASES, "only")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TenantsOptions(ModelOptions):
     """Steps of several adapters on one base, together, against each alone and against PEFT, which switches."""
 
@@ -293,6 +325,7 @@ SECTIONS: dict[str, type] = {
     "generate": GenerateOptions,
     "rollouts": RolloutsOptions,
     "turns": TurnsOptions,
+    "prefixes": PrefixesOptions,
     "tenants": TenantsOptions,
     "tower": TowerOptions,
     "loader": LoaderOptions,

@@ -82,9 +82,17 @@ class GradientSink:
         self.buffer.add_(gradient)
         self.added()
 
-    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-        """Adds scale * left right, rounded to fp32 once where the operands are fp32."""
-        self._do(partial(self._add_product, left, right, scale))
+    def add_product(
+        self, left: Tensor, right: Tensor, scale: float = 1.0, *, add: Callable[..., None] = add_product
+    ) -> None:
+        """Adds scale * left right, rounded to fp32 once where the operands are fp32.
+
+        Args:
+            left, right: the factors.
+            scale: any.
+            add: the backend's `Kernels.add_product`.
+        """
+        self._do(partial(self._add_product, left, right, scale, add))
 
     def add_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Adds the product of each pair, one after the other and as one addition.
@@ -100,8 +108,8 @@ class GradientSink:
         else:
             add()
 
-    def _add_product(self, left: Tensor, right: Tensor, scale: float) -> None:
-        add_product(self.buffer, left, right, scale)
+    def _add_product(self, left: Tensor, right: Tensor, scale: float, add: Callable[..., None]) -> None:
+        add(self.buffer, left, right, scale)
         self.added()
 
     def _add_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:

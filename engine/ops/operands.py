@@ -209,6 +209,7 @@ def accumulate_base(operands: LinearOperands, dy_TO: Tensor, x_TI: Tensor | None
     for sink in operands.sinks:
         if sink.weight is not None:
             assert x_TI is not None
-            sink.weight.add_product(dy_TO.narrow(1, sink.first, sink.count).t(), x_TI)
+            dy = dy_TO.narrow(1, sink.first, sink.count)
+            sink.weight.add_product(dy.t(), x_TI, add=operands.kernels.add_product)
         if sink.bias is not None:
             sink.bias.add(bias_dy_TO.narrow(1, sink.first, sink.count).sum(0, dtype=torch.float32))

@@ -14,6 +14,8 @@ from engine.kernels.native import product as native_product
 from engine.kernels.native.product import (
     FEWEST,
     MOST_OF_FEW,
+    add_product,
+    add_transposed,
     has_tiles,
     multiply,
     multiply_by_tiles,
@@ -82,6 +84,55 @@ def test_product(rows: int, columns: int, depth: int, transposed: bool, kernel: 
     beside = out.as_strided((rows, 5), (columns + 5, 1), columns)
     assert beside.isnan().all(), "nothing is written beside the product"
     assert torch.equal(kernel(left, kept), out)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [*SHAPES, (4200, 40, 20)])
+def test_a_gradient_is_added(
+    rows: int, columns: int, depth: int, instruction_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "best_instruction_set", lambda: instruction_set)
+    left, right = _operands(rows, columns, depth)
+    before = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
+    buffer = widened(before)
+    add_transposed(buffer, widened(left.t()), widened(right), -0.75)
+    exact = before.double() - 0.75 * (left.double() @ right.double())
+    assert_accurate(buffer, before - 0.75 * (left @ right), exact)
+    beside = buffer.as_strided((rows, 5), (columns + 5, 1), columns)
+    assert beside.isnan().all(), "nothing is written beside the sum"
+
+
+def test_a_gradient_has_the_same_bits_on_any_threads() -> None:
+    left, right = _operands(230, 300, 1400)
+
+    def added() -> tuple[Tensor]:
+        buffer = torch.ones(230, 300)
+        add_transposed(buffer, left.t().contiguous(), right)
+        return (buffer,)
+
+    assert_same_on_any_threads(added)
+
+
+@pytest.mark.parametrize("has_avx512", [False, True])
+def test_gradients_that_the_kernel_takes(has_avx512: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a transpose in fp32 that is large enough, where torch multiplies by AVX2; else torch computes it."""
+    monkeypatch.setattr(native_product, "_torch_has_avx512", lambda: has_avx512)
+    left, right = _operands(FEWEST, FEWEST, FEWEST)
+    turned = left.t().contiguous().t()
+    cases = [
+        (turned, right, not has_avx512),
+        (left, right, False),
+        (turned[1:], right, False),
+        (turned[:, 1:], right[1:], False),
+        (turned.bfloat16(), right.bfloat16(), False),
+    ]
+    for one, other, by_kernel in cases:
+        buffer = torch.zeros(one.shape[0], other.shape[1])
+        with mock.patch.object(native_product, "add_transposed", wraps=add_transposed) as kernel:
+            add_product(buffer, one, other, 2.0)
+        taken = by_kernel and loader.native_status().instruction_set == "avx512"
+        assert kernel.called == taken
+        torch.testing.assert_close(buffer, 2 * (one @ other).float(), rtol=1e-4, atol=1e-4)
 
 
 def test_long_sums_of_one_sign(kernel: Multiply) -> None:

@@ -77,6 +77,7 @@ SIGNATURES: dict[str, list[Any]] = {
     ],
     "engine_accumulate_b": [*_TYPED, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
     "engine_product": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX],
+    "engine_add_product": [*_THREADS, *_SIZE * 3, c_float, *_MATRIX * 3],
     "engine_product_few_rows": [*_TYPED, *_SIZE * 3, *_MATRIX * 3],
     "engine_product_amx": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX, *_POINTER],
     "engine_merge": [c_int, *_SIZE * 3, *_MATRIX * 4, *_POINTER],

@@ -41,10 +41,12 @@ from engine.ops.kernels.norm import NORM_BACKWARD, NORM_FORWARD
 from engine.ops.kernels.op import Op
 from engine.ops.kernels.product import (
     ADAPTED,
+    ADD_PRODUCT,
     FOLDED_COLUMNS,
     FOLDS,
     PRODUCT,
     AdaptedProducts,
+    AddProduct,
     Folds,
     Product,
 )
@@ -101,6 +103,7 @@ class Kernels:
     attention: Attention = field(default=None, metadata={"op": ATTENTION})
     loss: LossKernels = field(default=None, metadata={"op": LOSS})
     product: Product = field(default=None, metadata={"op": PRODUCT})
+    add_product: AddProduct = field(default=None, metadata={"op": ADD_PRODUCT})
     folds: Callable[[int, int, torch.dtype], Folds] = field(default=None, metadata={"op": FOLDS})
     fold_multiple: int = field(default=None, metadata={"op": FOLDED_COLUMNS})
     output_gradients: Callable[..., None] | None = field(default=None, metadata={"op": OUTPUT_GRADIENTS})

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels import reference
 from engine.kernels.native import adapted, product
 from engine.ops.kernels.op import Op
 
@@ -20,6 +21,20 @@ class Product(Protocol):
 
 
 PRODUCT = Op(reference=torch.mm, native=product.product, triton=torch.mm, shape=torch.mm)
+
+
+class AddProduct(Protocol):
+    """buffer += scale * left right, rounded to fp32 once where the operands are fp32; the buffer is fp32 [N, M]."""
+
+    def __call__(self, buffer_NM: Tensor, left_NT: Tensor, right_TM: Tensor, scale: float = 1.0, /) -> None: ...
+
+
+ADD_PRODUCT = Op(
+    reference=reference.add_product,
+    native=product.add_product,
+    triton=reference.add_product,
+    shape=reference.add_product,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,7 +122,7 @@ class Pieces(ContextPart):
             return cls(
                 lengths=batch.document_lengths,
                 offsets=batch.document_offsets,
-                received=_by_parent(parents),
+                received=tuple(index for index, parent in enumerate(parents) if parent >= 0),
                 parents=parents if max(parents, default=-1) >= 0 else (),
             )
         plan = batch.context_plan
@@ -266,6 +266,20 @@ class Pieces(ContextPart):
             before = {index: place for place, index in enumerate(sorted(continued))}
         return tuple(found)
 
+    def level_order(self) -> Tensor | None:
+        """Returns int64 [T], the place of each token among those of the levels one after the other; None where these
+        are in order."""
+        if ("order", 0) not in self._made:
+            of_depth, firsts = depths(self.parents), self.firsts
+            indices = sorted(range(len(of_depth)), key=lambda index: of_depth[index])
+            tokens = [torch.arange(firsts[index], firsts[index] + self.lengths[index]) for index in indices]
+            is_sorted = indices == list(range(len(of_depth)))
+            order = None if is_sorted else host_copies.sent(torch.cat(tokens).argsort(), self.offsets.device)
+            self._made["order", 0] = order
+        found = self._made["order", 0]
+        assert found is None or isinstance(found, Tensor)
+        return found
+
     def _tokens_of(self, indices: Sequence[int]) -> Tensor | slice:
         """Returns the tokens of some pieces."""
         firsts = self.firsts
@@ -352,11 +366,6 @@ class Pieces(ContextPart):
         found = self._made["taps", width]
         assert isinstance(found, Tensor)
         return found
-
-
-def _by_parent(parents: Parents) -> tuple[int, ...]:
-    """Returns the documents that continue others, those of one side by side."""
-    return tuple(sorted((index for index, one in enumerate(parents) if one >= 0), key=lambda index: parents[index]))
 
 
 def _linked(

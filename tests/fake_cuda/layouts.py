@@ -107,6 +107,13 @@ CASES = {
         options=f"{PACKED} {SHARED} --memory.recompute full", expects=LEVELS
     ),
     "gpt-oss, shared beginnings": Case(model=GPT_OSS, options=f"{PACKED} {SHARED}", expects=LEVELS),
+    "states, shared beginnings": Case(
+        model=HYBRID, options=f"{PACKED} {SHARED} --memory.recompute full",
+        expects=(*LEVELS, "launch of delta._states_kernel"),
+    ),
+    "states, ring of 2, shared beginnings": Case(
+        model=HYBRID, options=f"{PACKED} {SHARED} --parallel.context 2", world=8, rank=1, expects=("all_gather",)
+    ),
     "ring of 2, shared beginnings": Case(
         options=f"{PACKED} {SHARED} --parallel.context 2", world=8, rank=1, expects=("transfer",)
     ),

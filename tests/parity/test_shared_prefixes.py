@@ -28,7 +28,7 @@ from tests.support.family_models import (
 from tests.support.sweeps import sampled
 
 _ROW, _VOCABULARY = 96, 67
-QUICK = ["llama", "gemma2", "qwen3 moe", "deepseek v3"]
+QUICK = ["llama", "gemma2", "qwen3 moe", "deepseek v3", "qwen3 next", "falcon h1"]
 BOUND = 2e-5
 
 

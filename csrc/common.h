@@ -7,9 +7,17 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
+
+// A launcher that takes its arguments from an array too, as calls that are repeated have them (replay.cpp): numbers and
+// pointers in 64 bits each, floating-point ones as the bits of a double.
+#define REPLAYED(launcher) \
+    EXPORT void launcher##_words(const int64_t* words) { common::call(launcher, words); }
 
 namespace common {
 
@@ -34,6 +42,27 @@ inline float* scratch(int64_t floats) {
     static thread_local std::vector<float> memory;
     if ((int64_t)memory.size() < floats + 16) memory.resize(floats + 16);
     return (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+}
+
+template <class T>
+T from_word(int64_t word) {
+    if constexpr (std::is_floating_point<T>::value) {
+        double value;
+        memcpy(&value, &word, sizeof value);
+        return (T)value;
+    } else {
+        return (T)word;
+    }
+}
+
+template <class... T, size_t... I>
+void call_with(void (*launcher)(T...), const int64_t* words, std::index_sequence<I...>) {
+    launcher(from_word<T>(words[I])...);
+}
+
+template <class... T>
+void call(void (*launcher)(T...), const int64_t* words) {
+    call_with(launcher, words, std::index_sequence_for<T...>());
 }
 
 }  // namespace common

@@ -170,6 +170,7 @@ EXPORT void engine_conv_forward(int threads, int type, int64_t num, const int64_
                 (const T*)tail, (T*)y);
     });
 }
+REPLAYED(engine_conv_forward)
 
 // Adds to the fp32 gradients of weight and bias, which may be null.
 EXPORT void engine_conv_backward(int threads, int type, int64_t num, const int64_t* pieces, int64_t channels,

@@ -112,6 +112,7 @@ EXPORT void engine_cross_entropy_statistics(int threads, int type, int64_t token
         });
     });
 }
+REPLAYED(engine_cross_entropy_statistics)
 
 // What statistics left becomes (exp(logit - maximum) / total - onehot(target)) * scale; maxima are those of this shard
 // and totals are relative to them; targets not in [0, columns) lie elsewhere.

@@ -35,6 +35,7 @@ EXPORT void engine_delta_forward(int threads, int type, int64_t num, const int64
         });
     });
 }
+REPLAYED(engine_delta_forward)
 
 // d_final, initial and d_initial may be null.
 EXPORT void engine_delta_backward(int threads, int type, int64_t num, const int64_t* pieces, int64_t tokens,

@@ -124,3 +124,4 @@ EXPORT void engine_product_few_rows(int threads, int type, int64_t rows, int64_t
         multiply<T>(threads, {(const T*)a, (const T*)b, ld_a, ld_b, rows, columns, depth, (T*)c, ld_c});
     });
 }
+REPLAYED(engine_product_few_rows)

@@ -73,6 +73,7 @@ EXPORT void engine_gated_norm_forward(int threads, int type, int64_t tokens, int
         });
     });
 }
+REPLAYED(engine_gated_norm_forward)
 
 // dx and dz without gaps; adds to weight_gradient, which may be null.
 EXPORT void engine_gated_norm_backward(int threads, int type, int64_t tokens, int64_t heads, int64_t features,

@@ -261,6 +261,7 @@ EXPORT void engine_project(int threads, int type, int64_t tokens, int64_t inputs
                 ld_h);
     });
 }
+REPLAYED(engine_project)
 
 // dx = dy + scale * mask * (dh a); dx may be dy.
 EXPORT void engine_add_input_gradient(int threads, int type, int64_t tokens, int64_t inputs, const void* dy,

@@ -35,19 +35,45 @@ struct Pages {
     }
 };
 
+// Products of a query and a key, in as many sums as a vector has lanes.
 template <class T>
-float dot(const T* a, const T* b, int64_t size) {
+SIMD_INLINE Float products(const T* a, const T* b, int64_t size) {
     Float sums[4] = {};
     simd::for_each(size, [&](auto which, int64_t d, int64_t count) {
         sums[which] += simd::load_up_to(a + d, count) * simd::load_up_to(b + d, count);
     });
-    return simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// Scores of a query and `count` keys that follow each other. The lanes of LANES keys are summed side by side, each
+// key's pairwise.
+template <class T>
+void score(const T* query, const T* keys, int64_t stride, int64_t count, int64_t dim, float scale, float* to) {
+    for (int64_t first = 0; first < count; first += LANES) {
+        const int64_t some = std::min<int64_t>(LANES, count - first);
+        Float lanes[LANES] = {};
+        for (int64_t i = 0; i < some; ++i) lanes[i] = products(query, keys + (first + i) * stride, dim);
+        simd::transpose(lanes);
+#pragma GCC unroll 4
+        for (int width = LANES / 2; width > 0; width /= 2)
+#pragma GCC unroll 8
+            for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+        simd::store_up_to(to + first, lanes[0] * scale, some);
+    }
 }
 
 // scores become exp(score - max); returns their sum.
 float exponentials(float* scores, int64_t count) {
-    float max = -std::numeric_limits<float>::infinity();
-    for (int64_t i = 0; i < count; ++i) max = std::max(max, scores[i]);
+    const float lowest = -std::numeric_limits<float>::infinity();
+    Float largest = simd::splat(lowest);
+    int64_t whole = 0;
+    for (; whole + LANES <= count; whole += LANES) {
+        const Float value = simd::load(scores + whole);
+        largest = value > largest ? value : largest;
+    }
+    float max = lowest;
+    for (int lane = 0; lane < LANES; ++lane) max = std::max(max, largest[lane]);
+    for (int64_t i = whole; i < count; ++i) max = std::max(max, scores[i]);
     Float sums = {};
     simd::for_each(count, [&](auto, int64_t i, int64_t lanes) {
         Float value = simd::exp(simd::load_up_to(scores + i, lanes) - max);
@@ -58,32 +84,34 @@ float exponentials(float* scores, int64_t count) {
     return simd::sum(sums);
 }
 
+// Features [d, d + VECTORS * LANES) of the weighted sum of a row's values; of one vector only `count` of them.
+template <int VECTORS, class T>
+void weigh(const Pages& pages, const Pool<T>& values, int64_t d, const float* weights, float inverse, T* out,
+           int64_t count = LANES) {
+    Float sums[VECTORS] = {};
+    pages.each([&](int64_t first, int64_t keys, int64_t place) {
+        const T* value = values.data + place * values.stride + d;
+        for (int64_t i = 0; i < keys; ++i, value += values.stride)
+#pragma GCC unroll 4
+            for (int n = 0; n < VECTORS; ++n)
+                sums[n] += simd::load_up_to(value + n * LANES, count) * weights[first + i];
+    });
+#pragma GCC unroll 4
+    for (int n = 0; n < VECTORS; ++n) simd::store_up_to(out + d + n * LANES, sums[n] * inverse, count);
+}
+
 template <class T>
 void attend(const Pages& pages, const Pool<T>& keys, const Pool<T>& values, const T* query, int64_t dim, float scale,
             T* out) {
     float* weights = common::scratch(pages.count);
     pages.each([&](int64_t first, int64_t count, int64_t place) {
-        for (int64_t i = 0; i < count; ++i)
-            weights[first + i] = dot(query, keys.data + (place + i) * keys.stride, dim) * scale;
+        score(query, keys.data + place * keys.stride, keys.stride, count, dim, scale, weights + first);
     });
     const float inverse = 1.0f / exponentials(weights, pages.count);
-    constexpr int64_t BLOCK = 4 * LANES;
-    for (int64_t d = 0; d < dim; d += BLOCK) {
-        Float sums[4] = {};
-        const int64_t size = std::min(BLOCK, dim - d);
-        pages.each([&](int64_t first, int64_t count, int64_t place) {
-            for (int64_t i = 0; i < count; ++i) {
-                const T* value = values.data + (place + i) * values.stride + d;
-                if (size == BLOCK)
-                    for (int n = 0; n < 4; ++n) sums[n] += simd::load(value + n * LANES) * weights[first + i];
-                else
-                    for (int n = 0; n * LANES < size; ++n)
-                        sums[n] += simd::load_up_to(value + n * LANES, size - n * LANES) * weights[first + i];
-            }
-        });
-        for (int n = 0; n * LANES < size; ++n)
-            simd::store_up_to(out + d + n * LANES, sums[n] * inverse, size - n * LANES);
-    }
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh<4>(pages, values, d, weights, inverse, out);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh<2>(pages, values, d, weights, inverse, out);
+    for (; d < dim; d += LANES) weigh<1>(pages, values, d, weights, inverse, out, std::min<int64_t>(LANES, dim - d));
 }
 
 }  // namespace
@@ -110,3 +138,4 @@ EXPORT void engine_paged_attention(int threads, int type, int64_t rows, int64_t 
         });
     });
 }
+REPLAYED(engine_paged_attention)

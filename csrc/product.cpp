@@ -130,6 +130,7 @@ EXPORT void engine_product(int threads, int64_t rows, int64_t columns, int64_t d
                            const float* b, int64_t ld_b, int transposed, float* c, int64_t ld_c) {
     product(threads, false, rows, columns, depth, a, ld_a, b, ld_b, transposed, c, ld_c);
 }
+REPLAYED(engine_product)
 
 // c [rows, columns] += scale * a^T b, where a is [depth, rows] and b [depth, columns]: a weight's gradient.
 EXPORT void engine_add_product(int threads, int64_t rows, int64_t columns, int64_t depth, float scale, const float* a,

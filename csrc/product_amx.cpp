@@ -285,3 +285,4 @@ EXPORT void engine_product_amx(int threads, int64_t rows, int64_t columns, int64
     (void)transposed, (void)c, (void)ld_c, (void)low_rank;
 #endif
 }
+REPLAYED(engine_product_amx)

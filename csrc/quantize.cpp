@@ -268,6 +268,7 @@ EXPORT void engine_nf4_decode(int threads, int64_t rows, int64_t columns, const 
         nf4_decode<Single>(threads, rows, columns, codes, ld_codes, scales, ld_scales, groups, ld_groups, phase, map,
                            out, ld_out);
 }
+REPLAYED(engine_nf4_decode)
 
 // codes [rows, columns] dense; absmax [rows]. The weights are finite.
 EXPORT void engine_int8_codes(int threads, int64_t rows, int64_t columns, int is_bf16, const void* weight, int64_t ld,
@@ -281,3 +282,4 @@ EXPORT void engine_int8_decode(int threads, int64_t rows, int64_t columns, const
     if (is_bf16) int8_decode<Half>(threads, rows, columns, codes, ld_codes, scales, out, ld_out);
     else int8_decode<Single>(threads, rows, columns, codes, ld_codes, scales, out, ld_out);
 }
+REPLAYED(engine_int8_decode)

@@ -96,6 +96,7 @@ EXPORT void engine_rmsnorm_forward(int threads, int type, int64_t tokens, int64_
         forward(threads, tokens, features, (const T*)x, ld_x, weight, eps, (T*)y, ld_y, rstd);
     });
 }
+REPLAYED(engine_rmsnorm_forward)
 
 // dx, and weight_gradient += (null: frozen). rank = 0: no update of dy.
 EXPORT void engine_rmsnorm_backward(int threads, int type, int64_t tokens, int64_t features, const void* dy,

@@ -76,6 +76,7 @@ EXPORT void engine_split_rotate(int threads, int type, int64_t tokens, int64_t h
         split_rotate(threads, tokens, heads, kv_heads, half, (const T*)qkv, ld_qkv, cos, sin, (T*)q, (T*)k, (T*)v);
     });
 }
+REPLAYED(engine_split_rotate)
 
 // dq, dk, dv: [tokens, heads, 2 half], each with its own distance between tokens and between heads.
 EXPORT void engine_split_rotate_backward(int threads, int type, int64_t tokens, int64_t heads, int64_t kv_heads,

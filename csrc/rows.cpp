@@ -1,5 +1,7 @@
-// Sums of rows that lie anywhere in a matrix: a token's outputs of its experts, in their order and in fp32.
+// Rows that lie anywhere in a matrix: sums of a token's outputs of its experts, in their order and in fp32, and rows
+// that are put there.
 #include <algorithm>
+#include <cstring>
 
 #include "common.h"
 #include "simd.h"
@@ -34,3 +36,12 @@ EXPORT void engine_combine_rows(int threads, int type, int64_t tokens, int64_t s
         combine(threads, tokens, slots, features, (const T*)y, ld_y, rows, weights, (T*)out);
     });
 }
+REPLAYED(engine_combine_rows)
+
+// target[places[i]] = source[i]; rows of `bytes` bytes without gaps, places of different rows differ.
+EXPORT void engine_put_rows(int, int64_t count, int64_t bytes, const void* source, const int64_t* places,
+                            void* target) {
+    for (int64_t i = 0; i < count; ++i)
+        memcpy((char*)target + places[i] * bytes, (const char*)source + i * bytes, bytes);
+}
+REPLAYED(engine_put_rows)

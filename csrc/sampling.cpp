@@ -105,3 +105,4 @@ EXPORT void engine_gumbel_argmax(int threads, int64_t rows, int64_t columns, con
         columns_out[row] = best.column;
     });
 }
+REPLAYED(engine_gumbel_argmax)

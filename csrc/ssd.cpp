@@ -33,6 +33,7 @@ EXPORT void engine_ssd_forward(int threads, int type, int64_t num, const int64_t
             .run(threads, recurrence::read_pieces(num, pieces), initial, {(T*)y, heads * value, value}, final, kept);
     });
 }
+REPLAYED(engine_ssd_forward)
 
 EXPORT void engine_ssd_backward(int threads, int type, int64_t num, const int64_t* pieces, int64_t tokens,
                                 int64_t groups, int64_t heads, int64_t key, int64_t value, const void* c,

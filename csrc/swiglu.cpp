@@ -65,6 +65,7 @@ EXPORT void engine_swiglu_forward(int threads, int type, int64_t tokens, int64_t
         forward(threads, tokens, features, (const T*)gate_up, ld_gate_up, (T*)y, ld_y);
     });
 }
+REPLAYED(engine_swiglu_forward)
 
 // d_gate_up may be gate_up; y may be null. rank = 0: no update of dy.
 EXPORT void engine_swiglu_backward(int threads, int type, int64_t tokens, int64_t features, const void* dy,

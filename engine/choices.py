@@ -58,7 +58,7 @@ ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence
 """What is done where the sampler's probabilities are not the trainer's."""
 
 DecodeGraph = Literal["auto", "none"]
-"""Whether passes that generate a token of each row are CUDA graphs: "auto" where they can be, on a GPU."""
+"""Whether passes that generate a token of each row are replayed: "auto" where they can be, as CUDA graphs on a GPU."""
 DECODE_GRAPHS: tuple[DecodeGraph, ...] = get_args(DecodeGraph)
 
 Remainder = Literal["renormalize", "bucket"]

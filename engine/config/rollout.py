@@ -63,9 +63,9 @@ class RolloutOptions:
         steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
         slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
             kept in memory. With rollout.server, those that each server is asked for at a time.
-        cuda_graph: Replay of the passes that sample a token of each completion, as CUDA graphs, so that the GPU does
-            not wait for the CPU to launch their kernels: "auto" on a GPU, where the layout allows it (where it does
-            not, the reason is logged), or "none".
+        cuda_graph: Replay of the passes that sample a token of each completion: as CUDA graphs, so that a GPU does not
+            wait for the CPU to launch their kernels, and on a CPU as recorded calls, without the Python around them.
+            "auto" where the layout and the model allow it (where they do not, the reason is logged), or "none".
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion gets in full; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave out of a step the prompts all of whose completions have the same reward, as nothing

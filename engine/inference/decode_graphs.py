@@ -1,4 +1,6 @@
-"""Decode passes as CUDA graphs: for a token of each row the host launches one graph, and not all of a pass's kernels.
+"""Decode passes as graphs: for a token of each row the host launches one graph, and not all of a pass's kernels.
+
+On a GPU they are CUDA graphs, on a CPU lists of recorded calls (engine.layers.recorded_calls).
 
 A graph repeats launches with the arguments of its capture. So a pass has a shape, the rows that it computes and the
 most tokens that it has room for in each, and all that changes from pass to pass lies in tensors with fixed addresses:
@@ -26,16 +28,20 @@ from engine.choices import DecodeGraph
 from engine.inference.key_value_cache import WRITTEN, KeyValues, NextPass, copies_pages
 from engine.layers.graph_capture import Capture, Captured, CudaCapture, Replayable
 from engine.layers.host_copies import HostCopy, send_into
+from engine.layers.recorded_calls import CallCapture
 
 SHORTEST = 1024
 """Tokens of a row that any pass has room for."""
 WARMUP_PASSES = 2
-"""Passes of each shape before its capture: they compile and load kernels, and make communicators and workspaces."""
+"""Passes of each shape before its capture by CUDA: they compile and load kernels, and make communicators and
+workspaces."""
 
 
 def decode_capture(choice: DecodeGraph, device: torch.device) -> Capture | None:
-    """Returns the way to capture decode passes on a device; None where each kernel is to be launched."""
-    return CudaCapture(device) if choice == "auto" and device.type == "cuda" else None
+    """Returns the way to capture decode passes on a device; None where each kernel is to be launched by itself."""
+    if choice != "auto":
+        return None
+    return CudaCapture(device) if device.type == "cuda" else CallCapture()
 
 
 class PassInputs(NamedTuple):
@@ -71,11 +77,16 @@ def packed_inputs(
     return packed
 
 
-def pass_widths(slots: int, multiple: int) -> list[int]:
+def pass_widths(slots: int, multiple: int, *, halfway: bool = False) -> list[int]:
     """Returns the numbers of rows that passes are filled up to, ascending: powers of two and all slots, each rounded up
-    to a multiple."""
-    sizes = {*(2**power for power in range(slots.bit_length()) if 2**power < slots), slots}
-    return sorted({-(-size // multiple) * multiple for size in sizes})
+    to a multiple.
+
+    Args:
+        halfway: numbers halfway between two powers of two too, for a device on which rows that fill up take their time.
+    """
+    powers = [2**power for power in range(slots.bit_length())]
+    sizes = {*powers, *(power * 3 // 2 for power in powers if halfway), slots}
+    return sorted({-(-size // multiple) * multiple for size in sizes if size <= slots})
 
 
 def _written(packed: Any) -> Any:
@@ -94,17 +105,18 @@ class _Graph:
 
     Args:
         function: on static tensors.
+        warmup: the times that it runs as it is.
     """
 
-    def __init__(self, function: Captured) -> None:
+    def __init__(self, function: Captured, warmup: int) -> None:
         self._function = function
         self._graph: Replayable | None = None
-        self._warmup = 0
+        self._warmup = warmup
 
     def launch(self, capture: Capture, pool: Any) -> tuple[Tensor, ...]:
         """Runs it; the next launch may overwrite what it returns."""
-        if self._warmup < WARMUP_PASSES:
-            self._warmup += 1
+        if self._warmup:
+            self._warmup -= 1
             return self._function()
         if self._graph is None:
             self._graph = capture.capture(self._function, pool)
@@ -191,4 +203,5 @@ class DecodeGraphs:
             cache.copy_pages(inputs.written)
             return ()
 
-        return _Shape(on_device, _Graph(compute), _Graph(copy))
+        warmup = 0 if isinstance(self._capture, CallCapture) else WARMUP_PASSES
+        return _Shape(on_device, _Graph(compute, warmup), _Graph(copy, warmup))

@@ -30,6 +30,7 @@ from engine.inference.prompt_coordinates import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
 from engine.layers.graph_capture import Capture
 from engine.layers.host_copies import HostCopy, sent
+from engine.layers.recorded_calls import CallCapture
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
 
@@ -150,7 +151,8 @@ class InferenceStage:
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._sent: tuple[Tensor, list[Handle]] | None = None
         self._chooser, self._with_logps = None, with_logps
-        widths = pass_widths(slots, self._multiple)
+        records = isinstance(capture, CallCapture)
+        widths = pass_widths(slots, self._multiple, halfway=records)
         self._last = torch.zeros(widths[-1], dtype=torch.int64, device=device)
         """The newest token of the row in each slot."""
         last = self._parts[max(self._parts)]
@@ -158,8 +160,12 @@ class InferenceStage:
             self._chooser = chooser_of(last, sampling, slots=slots, device=device)
             self._loss_kernels = last.layout.kernels.loss
         self.graph_obstacle = self._obstacle(first)
-        """Why decode passes cannot be graphs, in one sentence; None where they can."""
-        no_graphs = None if capture is None else self.graph_obstacle
+        """Why decode passes cannot be graphs, in words; None where they can."""
+        obstacle = None if capture is None else self.graph_obstacle
+        if records and obstacle is None and tp.size > 1:
+            obstacle = "tensor ranks send each other numbers in each of them"
+        kind = "recorded" if records else "CUDA graphs"
+        no_graphs = None if obstacle is None else f"decode passes are not {kind}: {obstacle}"
         self.notes = tuple(note for note in (self.cache.gathered, no_graphs) if note is not None)
         """What the passes do without and why, in a sentence each."""
         self._graphs: DecodeGraphs | None = None
@@ -167,7 +173,7 @@ class InferenceStage:
             self._graphs = DecodeGraphs(self.cache, capture, widths=widths, last_W=self._last)
 
     def _obstacle(self, first: Decoder) -> str | None:
-        """Returns why passes cannot be graphs, in one sentence; None where they can."""
+        """Returns why passes cannot be graphs, in words; None where they can."""
         config, reason = self.config, None if self.cache.gathered is None else "they do not read pages where they are"
         if self.pp.size > 1 or len(self._parts) > 1:
             reason = "pipeline ranks send each other every token"
@@ -177,7 +183,7 @@ class InferenceStage:
             reason = "experts of other ranks are told on the host how many tokens they get"
         for variant in config.variants:
             reason = reason or variant.decoding_obstacle(config.family, self.device)
-        return None if reason is None else f"decode passes are not CUDA graphs: {reason}"
+        return reason
 
     @torch.no_grad()  # not inference mode, whose tensors training could not take where both share a buffer
     def prefill(

@@ -58,7 +58,7 @@ def add_model_options(parser: argparse.ArgumentParser, model: argparse._Argument
         "--cuda-graph",
         choices=DECODE_GRAPHS,
         default="auto",
-        help="replay the passes that decode as CUDA graphs: auto, where that is possible (default), or none",
+        help="replay the passes that decode, on a GPU as CUDA graphs: auto, where that is possible (default), or none",
     )
     add_start_options(parser)
     add_download(parser, model="model", adapter="adapter", tokenizer="tokenizer")

@@ -1,7 +1,8 @@
 """Decode passes as graphs against the passes of the loop without them, and against transformers.
 
-On a CPU functions stand in for graphs, which insist that a replay repeats the operations of the capture
-(tests.support.graph_stand_in). With those of a GPU: tests/unit/test_decode_graphs.py.
+On a CPU passes are recorded (engine.layers.recorded_calls), and functions stand in for CUDA graphs, which insist that a
+replay repeats the operations of the capture (tests.support.graph_stand_in). With those of a GPU:
+tests/unit/test_decode_graphs.py.
 """
 
 from __future__ import annotations
@@ -19,10 +20,18 @@ from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
-from tests.support.family_models import make_model
-from tests.support.generation import STORIES, engine_answers, random_prompts, stock_greedy
+from tests.support.family_models import FAMILIES, make_model
+from tests.support.generation import STORIES, KeptRecordings, engine_answers, random_prompts, stock_greedy
 from tests.support.graph_stand_in import Again, FunctionCapture
 from tests.support.sweeps import sampled
+
+RECORDED = [
+    name
+    for name in FAMILIES
+    if not any(word in name for word in ("moe", "gemma2", "gpt oss", "deepseek", "mixtral", "nemotron"))
+    and name not in ("minimax m2", "qwen3 next", "kimi linear", "glm4 moe lite", "glm moe dsa", "olmoe")
+]
+"""Families without experts and with attention that reads pages where they are."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +61,13 @@ def test_what_stands_against_graphs_is_said(name: str, reason: str | None, tmp_p
     assert said[0] == [] and (said[1] == [] if reason is None else reason in said[1][0])
 
 
-def test_greedy_answers_are_those_of_transformers(stories_dir: Path) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_greedy_answers_are_those_of_transformers(recorded: bool, stories_dir: Path) -> None:
     """Rows of four lengths in three slots, so that they begin and end at different times, and pages are added."""
     expected = stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), STORIES, 64)
     captures: list[FunctionCapture] = []
     limits = Limits(max_new_tokens=64, slots=3)
-    found = engine_answers(stories_dir, STORIES, limits, graphs=captures)
+    found = engine_answers(stories_dir, STORIES, limits, graphs=captures, recorded=recorded)
     assert [list(answer.ids) for answer in found] == expected
     assert sum(one.replays for one in captures[0].captured) > 60
 
@@ -84,8 +94,32 @@ def test_sampled_answers_are_those_without_graphs(name: str, sampling: Sampling,
         captures: list[FunctionCapture] = []
         common: dict[str, Any] = {"sampling": sampling, "group": 3, "multiple": multiple}
         graphed = engine_answers(tmp_path / "hf", prompts, limits, graphs=captures, **common)
+        recordings: list[KeptRecordings] = []
+        recorded = engine_answers(tmp_path / "hf", prompts, limits, graphs=recordings, recorded=True, **common)
         plain = engine_answers(tmp_path / "hf", prompts, limits, **common)
         assert [answer.ids for answer in graphed] == [answer.ids for answer in plain]
+        assert [answer.ids for answer in recorded] == [answer.ids for answer in plain]
+        assert sum(one.replays for one in recordings[0].captured) > 40
         lengths = {len(answer.ids) for answer in graphed}
         assert len(lengths) > 3 and max(lengths) > 32, lengths
         assert sum(one.replays for one in captures[0].captured) > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sampled(
+        [(name, dtype) for name in RECORDED for dtype in ("float32", "bfloat16")],
+        [("llama", "bfloat16"), ("bamba", "float32")],
+    ),
+)
+def test_recorded_passes_have_the_bits_of_passes_as_they_are(name: str, dtype: str, tmp_path: Path) -> None:
+    """Tokens and log-probabilities; passes are filled up to as many rows either way."""
+    make_model(name, tmp_path / "hf")
+    prompts = random_prompts(67, (5, 17, 1, 33))
+    limits = Limits(max_new_tokens=20, slots=3, stop_ids=frozenset({3, 40}))
+    common: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=4), "multiple": 3, "dtype": dtype}
+    recordings: list[KeptRecordings] = []
+    recorded = engine_answers(tmp_path / "hf", prompts, limits, graphs=recordings, recorded=True, **common)
+    plain = engine_answers(tmp_path / "hf", prompts, limits, logps=True, **common)
+    assert [(one.ids, one.logps) for one in recorded] == [(one.ids, one.logps) for one in plain]
+    assert sum(one.replays for one in recordings[0].captured) > 20

@@ -15,6 +15,7 @@ from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.inference.rows import Answer, Request
 from engine.layers.graph_capture import Captured, CudaCapture, Replayable
+from engine.layers.recorded_calls import CallCapture
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
@@ -70,6 +71,8 @@ def engine_answers(
     group: int = 1,
     multiple: int = 1,
     graphs: list[Any] | None = None,
+    recorded: bool = False,
+    logps: bool = False,
     device: str = "cpu",
     **choice: Any,
 ) -> list[Answer]:
@@ -79,6 +82,8 @@ def engine_answers(
         group: rows that continue one prompt may share it.
         multiple: tokens of a pass are filled up to a multiple of it.
         graphs: gets what captured the decode passes, as its `captured`; None launches each kernel.
+        recorded: on a CPU passes are recorded; else functions stand in for graphs.
+        logps: keep log-probabilities, as with `graphs`.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     launch = Launch(rank=ranks[0], world_size=ranks[1], device=torch.device(device))
@@ -89,6 +94,7 @@ def engine_answers(
     if graphs is not None:
         on_cpu = launch.device.type == "cpu"
         capture = FunctionCapture(lambda: lasting_tensors(stage)) if on_cpu else GpuCapture(launch.device)
+        capture = KeptRecordings() if recorded else capture
         graphs.append(capture)
     stage = InferenceStage(
         opened.decoder,
@@ -100,12 +106,34 @@ def engine_answers(
         new=limits.max_new_tokens,
         group=group,
         device=launch.device,
-        with_logps=graphs is not None,
+        with_logps=logps or graphs is not None,
         tokens_multiple=multiple,
         capture=capture,
     )
     requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]
     return Generator(stage, limits, Ids()).run(requests)
+
+
+class KeptRecordings(CallCapture):
+    """Recordings, all of which it keeps, with the number of their replays."""
+
+    def __init__(self) -> None:
+        self.captured: list[CountedReplays] = []
+
+    def capture(self, function: Captured, pool: Any) -> CountedReplays:
+        self.captured.append(CountedReplays(super().capture(function, pool)))
+        return self.captured[-1]
+
+
+class CountedReplays:
+    """A recording that counts its replays."""
+
+    def __init__(self, recorded: Replayable) -> None:
+        self.outputs, self._recorded, self.replays = recorded.outputs, recorded, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._recorded.replay()
 
 
 class GpuCapture(CudaCapture):

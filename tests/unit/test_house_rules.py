@@ -23,6 +23,7 @@ PROCESS_WIDE = {
     ("engine/telemetry/terminal.py", "_BOTTOM"): "all threads of a process write to one terminal",
     ("engine/telemetry/output.py", "_lost"): "whether anybody reads standard error is a fact of the process",
     ("engine/runtime/secrets.py", "_taken"): "a secret leaves the environment of the process when it is read",
+    ("engine/kernels/native/loader.py", "RECORDING"): "each thread of a process records its own calls of one library",
     ("engine/files/platforms.py", "_SEEKING"): "on Windows the threads of a process share a file's place",
     ("engine/data/build_store.py", "_worker"): "a worker of a process pool gets what it works with as it starts",
 }

@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +27,10 @@ SOURCES = FOLDER.parents[2] / "csrc"
 """The sources, in a checkout; an installed wheel has none."""
 
 REMEDY = "run `python csrc/build.py` in the source tree, or install a C++ compiler and then this package from its sdist"
+
+RECORDING: ContextVar[Callable[[str, tuple[Any, ...]], None] | None] = ContextVar("recording", default=None)
+"""Takes the name and the arguments of each call of this thread; None where none is recorded. See
+engine.kernels.native.replay."""
 
 _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 
@@ -121,12 +128,34 @@ def native_status() -> NativeStatus:
 
 
 def library() -> ctypes.CDLL:
-    """Returns the loaded library.
+    """Returns the loaded library, whose calls are recorded where this thread records.
 
     Raises:
         UserError: where there is none.
     """
+    loaded, record = bare_library(), RECORDING.get()
+    return loaded if record is None else _Recorded(loaded, record)  # type: ignore[return-value]  # has its functions
+
+
+def bare_library() -> ctypes.CDLL:
+    """Returns the loaded library, without a record of its calls; raises as `library`."""
     loaded, status = _load(best_instruction_set())
     if loaded is None:
         raise UserError(status.reason)
     return loaded
+
+
+class _Recorded:
+    """The library, which tells of each call after it was made."""
+
+    def __init__(self, loaded: ctypes.CDLL, record: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._loaded, self._record = loaded, record
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function, record = getattr(self._loaded, name), self._record
+
+        def call(*arguments: Any) -> None:
+            function(*arguments)
+            record(name, arguments)
+
+        return call

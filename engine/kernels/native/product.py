@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.native.arguments import DTYPES, matrix, threads, type_number
-from engine.kernels.native.loader import library, native_status
+from engine.kernels.native.loader import bare_library, library, native_status
 from engine.kernels.reference import add_product as add_product_by_torch
 
 FEWEST = 128
@@ -105,7 +105,7 @@ def has_tiles() -> bool:
 @cache
 def _has_tiles(instruction_set: str) -> bool:
     found = ctypes.c_int(0)
-    library().engine_has_amx(ctypes.addressof(found))
+    bare_library().engine_has_amx(ctypes.addressof(found))
     return bool(found.value)
 
 

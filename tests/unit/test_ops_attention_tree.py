@@ -12,7 +12,10 @@ from engine.ops.attention import masked
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.attention.packed import causal_attention
 from engine.ops.attention.sinks import Sinks, with_sinks
+from engine.ops.kernels import Attention
+from engine.ops.kernels.attention import ATTENTION
 from rankfold.benchmarking.oracles import attention_by_document
+from tests.kernels.native_support import needs_native
 from tests.support.document_trees import dense_attention, random_tree, seen_tokens, token_positions, unshared
 from tests.unit.test_ops_bidirectional import PLAIN_BLOCKS
 
@@ -48,6 +51,15 @@ def test_tokens_see_the_documents_that_theirs_continues(seed: int) -> None:
     torch.testing.assert_close(ours, theirs)
     dy = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     _assert_same(ours, theirs, dy, dy, inputs)
+
+
+@pytest.mark.parametrize("attention", [ATTENTION.reference, pytest.param(ATTENTION.native, marks=needs_native)])
+def test_backends_read_the_parents_of_the_documents(attention: Attention) -> None:
+    lengths, parents = (4, 3, 2, 5), (-1, 0, 1, 0)
+    q, k, v = (x.detach().float() for x in _inputs(14, (4, 2), 8, 3))
+    documents = Documents(lengths=lengths, offsets=None, max_length=5, parents=parents)
+    ours = attention(q, k, v, documents, scale=SCALE)
+    torch.testing.assert_close(ours, dense_attention(q, k, v, seen_tokens(lengths, parents), SCALE))
 
 
 @pytest.mark.parametrize("seed", range(12, 18))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -29,18 +31,16 @@ class Segment(NamedTuple):
     parent: int = -1
 
 
-def table_of(segments: tuple[Segment, ...]) -> Tensor:
-    """Returns int64 [S, 6], a row of numbers for each segment."""
-    return torch.tensor(segments, dtype=torch.int64).view(-1, len(Segment._fields))
+def table_of(segments: Iterable[tuple[int, ...]]) -> Tensor:
+    """Returns int64 [S, 6], the fields of each `Segment`."""
+    return torch.tensor(list(segments), dtype=torch.int64).view(-1, len(Segment._fields))
 
 
 def documents(lengths: tuple[int, ...], parents: tuple[int, ...] = ()) -> Tensor:
     """Returns the table of segments in which each document attends causally to itself, and to all of those that it
     continues."""
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    starts = sizes.cumsum(0) - sizes
-    before = torch.tensor(parents, dtype=torch.int64) if parents else torch.full_like(sizes, -1)
-    return torch.stack([starts, sizes, starts, sizes, torch.ones_like(sizes), before], dim=1)
+    starts = tuple(accumulate(lengths, initial=0))[:-1]
+    return table_of(zip(starts, lengths, starts, lengths, repeat(1), parents or repeat(-1), strict=False))
 
 
 def attention_forward(

@@ -274,10 +274,8 @@ def one_by_one(
 
 def _segments(blocks: tuple[Block, ...]) -> Tensor:
     return table_of(
-        tuple(
-            Segment(first_query=query.start, queries=query.length, first_key=key.start, keys=key.length, causal=causal)
-            for query, key, causal in blocks
-        )
+        Segment(first_query=query.start, queries=query.length, first_key=key.start, keys=key.length, causal=causal)
+        for query, key, causal in blocks
     )
 
 

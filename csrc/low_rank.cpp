@@ -21,7 +21,7 @@ using simd::Float;
 using simd::LANES;
 
 constexpr int64_t ROWS = 8;          // rows of an item in products that give a row for a row
-constexpr int64_t UPDATE_ROWS = 16;  // the same of the update
+constexpr int64_t UPDATE_ROWS = 32;  // the same of the update
 constexpr int64_t DEPTH = 128;       // products added up in registers before they join the sum
 constexpr int64_t PART_ROWS = 2048;  // rows of one part of dA and dB; parts are added in order
 
@@ -94,12 +94,12 @@ void project_pairs(int threads, int64_t tokens, int64_t inputs, int64_t ranks, c
             if (copies)
                 pairs::copy_rows(rows, depth, left, ld_x, bits ? bits + row * ld_bits + first / 8 : nullptr, ld_bits,
                                  copy, PAIR_DEPTH);
-            pairs::product<true>(rows, width, depth + depth % 2, copies ? copy : left, copies ? PAIR_DEPTH : ld_x,
+            pairs::add_product(rows, width, depth + depth % 2, copies ? copy : left, copies ? PAIR_DEPTH : ld_x,
                                  packed + first / 2 * width, width, sums, width);
         }
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t r = 0; r < ranks; r += LANES)
-                pairs::store_up_to(h + (row + i) * ld_h + r, scale * simd::load(sums + i * width + r), ranks - r);
+                pairs::put_up_to(h + (row + i) * ld_h + r, scale * simd::load(sums + i * width + r), ranks - r);
     });
 }
 

@@ -55,18 +55,25 @@ SIMD_INLINE __m256i narrow(Float value) {
     return half;
 }
 
-SIMD_INLINE void store_up_to(Bf16* to, Float value, int64_t count) {
-    const __m256i half = narrow(value);
-    if (count >= LANES) _mm256_storeu_si256((__m256i*)to, half);
-    else _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), half);
+SIMD_INLINE void put(Bf16* to, Float value) { _mm256_storeu_si256((__m256i*)to, narrow(value)); }
+
+SIMD_INLINE void put(float* to, Float value) { simd::store(to, value); }
+
+// The first `count` lanes, at least one of them.
+SIMD_INLINE void put_up_to(Bf16* to, Float value, int64_t count) {
+    if (count >= LANES) put(to, value);
+    else _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), narrow(value));
 }
 
-SIMD_INLINE void store_up_to(float* to, Float value, int64_t count) { simd::store_up_to(to, value, count); }
+SIMD_INLINE void put_up_to(float* to, Float value, int64_t count) { simd::store_up_to(to, value, count); }
 
-template <int ROWS, int VECTORS, bool ADD>
-SIMD_INLINE void tile(int64_t depth, const Bf16* left, int64_t ld_left, const uint32_t* right, int64_t ld_right,
-                      float* out, int64_t ld_out) {
+// finish(row, column, sum) takes a vector of the product.
+template <int ROWS, int VECTORS, class Finish>
+SIMD_INLINE void tile(int64_t row, int64_t column, int64_t depth, const Bf16* left, int64_t ld_left,
+                      const uint32_t* right, int64_t ld_right, const Finish& finish) {
     Float sums[ROWS][VECTORS] = {};
+    left += row * ld_left;
+    right += column;
     for (int64_t k = 0; k < depth; k += 2, right += ld_right) {
         Float operand[VECTORS];
 #pragma GCC unroll 4
@@ -83,44 +90,47 @@ SIMD_INLINE void tile(int64_t depth, const Bf16* left, int64_t ld_left, const ui
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-            float* to = out + i * ld_out + v * LANES;
-            simd::store(to, ADD ? simd::load(to) + sums[i][v] : sums[i][v]);
-        }
+        for (int v = 0; v < VECTORS; ++v) finish(row + i, column + v * LANES, sums[i][v]);
 }
 
-template <int MOST, int VECTORS, bool ADD>
-SIMD_INLINE void tile_rows(int64_t rows, int64_t depth, const Bf16* left, int64_t ld_left, const uint32_t* right,
-                           int64_t ld_right, float* out, int64_t ld_out) {
+template <int MOST, int VECTORS, class Finish>
+SIMD_INLINE void tile_rows(int64_t rows, int64_t column, int64_t depth, const Bf16* left, int64_t ld_left,
+                           const uint32_t* right, int64_t ld_right, const Finish& finish) {
     int64_t row = 0;
     for (; row + MOST <= rows; row += MOST)
-        tile<MOST, VECTORS, ADD>(depth, left + row * ld_left, ld_left, right, ld_right, out + row * ld_out, ld_out);
+        tile<MOST, VECTORS>(row, column, depth, left, ld_left, right, ld_right, finish);
     for (; row + 4 <= rows; row += 4)
-        tile<4, VECTORS, ADD>(depth, left + row * ld_left, ld_left, right, ld_right, out + row * ld_out, ld_out);
-    for (; row < rows; ++row)
-        tile<1, VECTORS, ADD>(depth, left + row * ld_left, ld_left, right, ld_right, out + row * ld_out, ld_out);
+        tile<4, VECTORS>(row, column, depth, left, ld_left, right, ld_right, finish);
+    for (; row < rows; ++row) tile<1, VECTORS>(row, column, depth, left, ld_left, right, ld_right, finish);
 }
 
-// out [rows, columns] (+)= left [rows, depth] right [depth, columns]; depth is even, columns a multiple of LANES.
-template <bool ADD>
-void product(int64_t rows, int64_t columns, int64_t depth, const Bf16* left, int64_t ld_left, const uint32_t* right,
-             int64_t ld_right, float* out, int64_t ld_out) {
+// left [rows, depth] right [depth, columns]; depth is even, columns a multiple of LANES.
+template <class Finish>
+SIMD_INLINE void product(int64_t rows, int64_t columns, int64_t depth, const Bf16* left, int64_t ld_left,
+                         const uint32_t* right, int64_t ld_right, const Finish& finish) {
     for (int64_t column = 0; column < columns;) {
         const int64_t vectors = (columns - column) / LANES;
-        const uint32_t* from = right + column;
-        float* to = out + column;
         // four vectors left go as two and two: one alone has too few sums to hide its latency
         if (vectors == 4 || vectors == 2) {
-            tile_rows<8, 2, ADD>(rows, depth, left, ld_left, from, ld_right, to, ld_out);
+            tile_rows<8, 2>(rows, column, depth, left, ld_left, right, ld_right, finish);
             column += 2 * LANES;
         } else if (vectors >= 3) {
-            tile_rows<8, 3, ADD>(rows, depth, left, ld_left, from, ld_right, to, ld_out);
+            tile_rows<8, 3>(rows, column, depth, left, ld_left, right, ld_right, finish);
             column += 3 * LANES;
         } else {
-            tile_rows<16, 1, ADD>(rows, depth, left, ld_left, from, ld_right, to, ld_out);
+            tile_rows<16, 1>(rows, column, depth, left, ld_left, right, ld_right, finish);
             column += LANES;
         }
     }
+}
+
+// out [rows, columns] += the product.
+inline void add_product(int64_t rows, int64_t columns, int64_t depth, const Bf16* left, int64_t ld_left,
+                        const uint32_t* right, int64_t ld_right, float* out, int64_t ld_out) {
+    product(rows, columns, depth, left, ld_left, right, ld_right, [=](int64_t i, int64_t j, Float sum) {
+        float* to = out + i * ld_out + j;
+        simd::store(to, simd::load(to) + sum);
+    });
 }
 
 SIMD_INLINE __mmask32 first_of(int64_t count) {

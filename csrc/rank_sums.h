@@ -44,7 +44,7 @@ inline void add_pairs(int64_t rows, int64_t ranks, int64_t columns, const simd::
             const uint8_t* some = bits ? bits + t * ld_bits + c / 8 : nullptr;
             const int64_t next = c + WIDTH < columns ? WIDTH : DEPTH * ld_right - c;
             pairs::interleave(depth, width, right + t * ld_right + c, ld_right, some, ld_bits, mixed, WIDTH, next);
-            pairs::product<true>(ranks, pairs::padded(width, simd::LANES), pairs::padded(depth), left + t, ld_left,
+            pairs::add_product(ranks, pairs::padded(width, simd::LANES), pairs::padded(depth), left + t, ld_left,
                                  mixed, WIDTH, out + c, ld_out);
         }
 }

@@ -185,7 +185,7 @@ class Update {
                     int64_t ld_out) const;
 
 #if HAS_PAIRS
-    template <class Out>
+    template <bool MASKED, class Out>
     void add_pairs(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
                    int64_t ld_out) const;
 

@@ -21,7 +21,8 @@ using swiglu::backward_row;
 
 // Few rows, but of as many columns as their sums stay in the cache for: memory is read and written in long runs, which
 // takes a third of the time of blocks of 32 rows and 512 columns (at rank 16).
-constexpr int64_t ROWS = 32;
+template <class T>
+constexpr int64_t ROWS = 64 / sizeof(T);
 constexpr int64_t SUMS = 65536;               // numbers of an item, at most
 constexpr int64_t WIDTH = 4 * skinny::PANEL;  // columns of an item are a multiple of it: of whole bytes of bits, too
 constexpr int64_t GROUP = 256;                // tokens whose sums are one part of dA
@@ -68,12 +69,12 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
         common::parallel_for(threads, groups * blocks, [=, &a, &dh, &update](int64_t item) {
             const int64_t group = item / blocks, column = item % blocks * width, begin = top + group * GROUP;
             const int64_t columns = std::min(width, features - column);
-            float* updated = common::scratch<0>(ROWS * width);
-            T* y = (T*)common::scratch<1>(ROWS * width);
+            float* updated = common::scratch<0>(ROWS<T> * width);
+            T* y = (T*)common::scratch<1>(ROWS<T> * width);
             float* to = sums + group * a.ranks * ld + column;
             for (int64_t r = 0; r < a.ranks; ++r) std::fill_n(to + r * ld, columns, 0.0f);
-            for (int64_t row = begin; row < std::min(tokens, begin + GROUP); row += ROWS) {
-                const int64_t rows = std::min(ROWS, tokens - row);
+            for (int64_t row = begin; row < std::min(tokens, begin + GROUP); row += ROWS<T>) {
+                const int64_t rows = std::min(ROWS<T>, tokens - row);
                 const T *grad = dy + row * ld_dy + column, *gate = gate_up + row * ld_gate_up + column;
                 T* dgate = d_gate_up + row * ld_d_gate_up + column;
                 if (update.wanted()) update.add(grad, ld_dy, row, rows, column, columns, updated, width);

@@ -51,30 +51,38 @@ void Update<T>::add_panels(const T* dy, int64_t ld_dy, int64_t row, int64_t rows
 #if HAS_PAIRS
 
 template <class T>
-template <class Out>
+template <bool MASKED, class Out>
 void Update<T>::add_pairs(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns,
                           Out* out, int64_t ld_out) const {
     static_assert(pairs::PANEL == 2 * PANEL, "what callers align their columns to");
     const int64_t ld_left = pairs::padded(rank_), depth = rank_ + rank_ % 2;
-    float* sums = common::scratch<6>(rows * pairs::PANEL);
     Bf16* left = (Bf16*)common::scratch<7>(rows * ld_left / 2);
     pairs::copy_rows(rows, rank_, dh_ + row * ld_dh_, ld_dh_, nullptr, 0, left, ld_left);
+    const float scale = scale_;
+    const int64_t ld_bits = ld_bits_;
     for (int64_t c = 0; c < columns; c += pairs::PANEL) {
-        const int64_t count = std::min(pairs::PANEL, columns - c);
-        pairs::product<false>(rows, pairs::padded(count, LANES), depth, left, ld_left, pairs_->panel(column + c),
-                              pairs::PANEL, sums, pairs::PANEL);
+        const int64_t first = column + c, count = std::min(pairs::PANEL, columns - c);
         const int64_t next = c + pairs::PANEL < columns ? pairs::PANEL : rows * ld_dy - c;
-        for (int64_t i = 0; i < rows; ++i) {
-            const uint8_t* bits = bits_ ? bits_ + (row + i) * ld_bits_ : nullptr;
-            for (int64_t j = 0; j < count; j += LANES) {
-                Float sum = simd::load(sums + i * pairs::PANEL + j);
-                if (bits) sum = simd::keep_lanes(sum, bits, column + c + j);
-                const T* from = dy + i * ld_dy + c + j;
-                pairs::fetch(from + next);
-                const Float value = simd::load_up_to(from, count - j) + scale_ * sum;
-                pairs::store_up_to(out + i * ld_out + c + j, value, count - j);
-            }
-        }
+        const T* from = dy + c;
+        Out* to = out + c;
+        const uint8_t* bits = MASKED ? bits_ + row * ld_bits : nullptr;
+        const uint32_t* panel = pairs_->panel(first);
+        const auto masked = [=](int64_t i, int64_t j, Float sum) {
+            return MASKED ? simd::keep_lanes(sum, bits + i * ld_bits, first + j) : sum;
+        };
+        if (count == pairs::PANEL)
+            pairs::product(rows, pairs::PANEL, depth, left, ld_left, panel, pairs::PANEL,
+                           [=](int64_t i, int64_t j, Float sum) {
+                               const T* given = from + i * ld_dy + j;
+                               pairs::fetch(given + next);
+                               pairs::put(to + i * ld_out + j, simd::load(given) + scale * masked(i, j, sum));
+                           });
+        else
+            pairs::product(rows, pairs::padded(count, LANES), depth, left, ld_left, panel, pairs::PANEL,
+                           [=](int64_t i, int64_t j, Float sum) {
+                               const Float given = simd::load_up_to(from + i * ld_dy + j, count - j);
+                               pairs::put_up_to(to + i * ld_out + j, given + scale * masked(i, j, sum), count - j);
+                           });
     }
 }
 
@@ -87,7 +95,8 @@ void Update<T>::add(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64
 #if HAS_PAIRS
     if constexpr (std::is_same<T, Bf16>::value)
         if (pairs_) {
-            add_pairs(dy, ld_dy, row, rows, column, columns, out, ld_out);
+            if (bits_) add_pairs<true>(dy, ld_dy, row, rows, column, columns, out, ld_out);
+            else add_pairs<false>(dy, ld_dy, row, rows, column, columns, out, ld_out);
             return;
         }
 #endif

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "parameters": (2, {"parallel.shard": "parameters"}),
     "tensor, pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 1}),
 }
-QUICK = ("tensor", "pipeline", "data")
+QUICK = ("data", "pipeline")
 SAME = (
     "completions", "reward", "rewards/environment/mean", "completions/mean_length", "turns/mean", "turns/branches",
     "turns/left_out", "agent/opened", "tools/call_frequency", "uniform_groups",
@@ -59,6 +59,7 @@ def test_completions_and_rewards_are_those_of_one_process(
             assert found["sampler_difference_max"] < 4e-6
 
 
+@pytest.mark.slow
 def test_a_run_resumes_inside_a_buffer(tmp_path: Path) -> None:
     """With the bits, and the metrics, of a run that was not stopped."""
     settings = [_settings(tmp_path / name, rollout__steps_per_generation=2, train__steps=4) for name in "ab"]

@@ -63,6 +63,11 @@ QUICK_KINDS = ("whole", "adapters sequence")
 Seen = tuple[Tensor, dict[str, Tensor], dict[str, ShardSpec]]
 
 
+@functools.cache
+def _alone(name: str, kind: str) -> Seen:
+    return _run(Path(_folder().name) / name.replace(" ", "-"), kind, single_process_mesh())
+
+
 def _run(folder: Path, kind: str, mesh: Mesh) -> Seen:
     """Losses, gradients summed over the ranks that share them, and where they lie."""
     built, batch = engine_model(folder, mesh, **KINDS[kind]), batch_of()
@@ -70,14 +75,6 @@ def _run(folder: Path, kind: str, mesh: Mesh) -> Seen:
         losses = built.model(batch, built.stage.step)
     built.step.gradients([batch], 1.0)
     return losses, built.gradients(), built.specs()
-
-
-def _logits(folder: Path, mesh: Mesh) -> Tensor:
-    """The logits of this rank's part of the vocabulary."""
-    built, batch = engine_model(folder, mesh), batch_of()
-    with torch.no_grad():
-        context = built.model.context(batch, built.stage.step, training=False)
-        return built.model.logits(built.model.run_layers(built.model.embed(batch), context), context)
 
 
 _AT_ONCE = 16
@@ -88,26 +85,6 @@ def _beside(name: str) -> tuple[str, ...]:
     every = list(FAMILIES)
     first = every.index(name) // _AT_ONCE * _AT_ONCE
     return tuple(every[first : first + _AT_ONCE])
-
-
-def _run_logits(folder: str, names: tuple[str, ...]) -> dict[str, Tensor]:
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
-    return {name: _logits(Path(folder) / name.replace(" ", "-"), mesh) for name in names}
-
-
-@functools.cache
-def _ranks_logits(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    return spawn(_run_logits, world=2, args=(_folder().name, names), timeout=110)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_two_ranks_equal_transformers(name: str):
-    stock = make_model(name)  # the weights in the folder: they are drawn from the name
-    with torch.no_grad():
-        expected, _ = stock_losses(stock, batch_of())
-    logits = torch.cat([rank[name] for rank in _ranks_logits(_beside(name))], dim=-1)
-    torch.testing.assert_close(logits[:, : expected.shape[1]], expected, rtol=0, atol=1e-4)
-    assert expected.std() > 0.05, "logits say nothing"
 
 
 def _run_all(folder: str, names: tuple[str, ...], kinds: tuple[str, ...]) -> dict[tuple[str, str], Seen]:
@@ -149,7 +126,7 @@ def _ranks(names: tuple[str, ...], world: int, quick: bool) -> list[dict[tuple[s
 @pytest.mark.parametrize("kind", sampled(KINDS, QUICK_KINDS))
 @pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in FAMILIES), *((name, 4) for name in FOUR)])
 def test_ranks_equal_one_process(name: str, world: int, kind: str):
-    expected_losses, local, whole = _run(Path(_folder().name) / name.replace(" ", "-"), kind, single_process_mesh())
+    expected_losses, local, whole = _alone(name, kind)
     expected = {key: uncut(value, whole[key]) for key, value in local.items()}
     names = _beside(name) if world == 2 else FOUR
     for losses, gradients, specs in (rank[name, kind] for rank in _ranks(names, world, kind in QUICK_KINDS)):
@@ -286,7 +263,7 @@ def _pipeline_ranks(names: tuple[str, ...]) -> list[dict[str, dict[str, Tensor]]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_over_pipeline_ranks(name: str):
     """Kinds of layers keep their numbers, ropes and windows; tied matrices lie on both ends."""
-    _, expected, _ = _run(Path(_folder().name) / name.replace(" ", "-"), "whole", single_process_mesh())
+    _, expected, _ = _alone(name, "whole")
     halves = [rank[name] for rank in _pipeline_ranks(_beside(name))]
     assert set(halves[0]) | set(halves[1]) == set(expected)
     for half in halves:

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor, pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 1}),
     "tensor, parameters": (4, {"parallel.tensor": 2, "parallel.shard": "parameters"}),
 }
-QUICK = ("tensor", "interleaved", "parameters")
+QUICK = ("tensor", "parameters")
 SAME = (
     "completions", "reward", "rewards/environment/mean", "completions/mean_length", "turns/mean",
     "tools/call_frequency", "tools/failure_frequency", "uniform_groups",

@@ -39,7 +39,7 @@ from tests.kernels.kernel_resources import (
     resident_blocks,
 )
 from tests.kernels.launches import refuse_none_in_tuples
-from tests.kernels.training_launches import Case, other_cases, quick_cases, tall_cases, training_cases
+from tests.kernels.training_launches import Case, other_cases, quick_cases, sample_cases, tall_cases, training_cases
 
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 and an H200: the sizes of blocks and ranges follow from it."""
@@ -155,14 +155,16 @@ def _short(value: object) -> str:
 
 
 def cases_of(names: Iterable[str]) -> list[Case]:
-    """Returns the cases of each name: "quick", "training", "tall", or one of `other_cases`."""
-    known = {"quick": quick_cases, "training": training_cases, "tall": tall_cases}
+    """Returns the cases of each name: "sample", "quick", "training", "tall", or one of `other_cases`."""
+    known = {"sample": sample_cases, "quick": quick_cases, "training": training_cases, "tall": tall_cases}
     return [case for name in names for case in (known[name]() if name in known else other_cases(name))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", help='"quick", "training", "float32", "float16", "ones", "rank 192"')
+    parser.add_argument(
+        "names", nargs="+", help='"sample", "quick", "training", "float32", "float16", "ones", "rank 192"'
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=list(MULTIPROCESSORS))
     parser.add_argument("--case", help="only the cases whose name has this in it")
     options = parser.parse_args()

@@ -23,7 +23,7 @@ from tests.kernels.comparing import INTERPRETED
 from tests.kernels.kernel_names import KERNELS
 from tests.kernels.launches import refuse_none_in_tuples
 from tests.kernels.native_support import INSTRUCTION_SETS
-from tests.kernels.resource_tables import ROOT, Compiled, compile_rows
+from tests.kernels.resource_tables import ROOT, Cold, compile_rows
 
 
 def _import_interpreted() -> None:
@@ -116,10 +116,10 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="session")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiled, Path]:
-    """The kernels of the quick cases, and the cache that they were compiled into; it was empty before."""
+def cold(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cold:
+    """The kernels of some cases, and the cache that they were compiled into; it was empty before."""
     cache = tmp_path_factory.mktemp("cache")
-    return compile_rows("quick", cache=cache), cache
+    return Cold(request.param, compile_rows(request.param, cache=cache), cache)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.kernels.kernel_resources import MULTIPROCESSORS
+from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).resolve().parent / "resources"
@@ -86,6 +89,24 @@ class Compiled(NamedTuple):
 
     triton: str
     rows: dict[int, list[Row]]
+
+
+class Cold(NamedTuple):
+    """What compiled into an empty cache.
+
+    Args:
+        cases: their name; see `tests.kernels.compiling`.
+        compiled: what their kernels take.
+        cache: where they lie now.
+    """
+
+    cases: str
+    compiled: Compiled
+    cache: Path
+
+
+some_kernels = pytest.mark.parametrize("cold", sampled(("sample", "quick"), ("sample",)), indirect=True)
+"""For the fixture `cold`: the kernels of most runs, and with -m slow every kernel."""
 
 
 def run_compiler(module: str, *arguments: str, cache: Path | None, packages: Path | None) -> list[str]:

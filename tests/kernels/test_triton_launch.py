@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.resource_tables import Compiled, kernels_defined, run_compiler
+from tests.kernels.resource_tables import Cold, kernels_defined, run_compiler, some_kernels
 
 pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = pytest.mark.skipif(
@@ -27,11 +27,12 @@ def _launched(*names: str, cache: Path, packages: Path | None = None) -> dict[st
     return counts
 
 
+@some_kernels
 @pytest.mark.timeout(1800)
-def test_what_is_passed_arrives(cold: tuple[Compiled, Path]) -> None:
-    """Pointers, numbers, tuples of tuples, None, grid, block, shared memory and stream, of every kernel."""
-    compiled, cache = cold
-    assert set(_launched("quick", cache=cache)) == {row["kernel"] for row in compiled.rows[90]}
+def test_what_is_passed_arrives(cold: Cold) -> None:
+    """Pointers, numbers, tuples of tuples, None, grid, block, shared memory and stream, of every kernel compiled."""
+    cases, compiled, cache = cold
+    assert set(_launched(cases, cache=cache)) == {row["kernel"] for row in compiled.rows[90]}
 
 
 ROWS_ARE_SLOTS = {"paged_attention._split_kernel", "paged_attention._merge_kernel"}

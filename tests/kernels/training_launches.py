@@ -523,6 +523,12 @@ def expert_cases(
     yield Case(name % "down", partial(linear, intermediate, hidden, -(-rank // 8) * 8, False))
 
 
+def sample_cases() -> Iterator[Case]:
+    """Yields the ops of adapters, norms, MLPs, RoPE and losses at the sizes of Llama-3-8B: the kernels of most runs."""
+    yield from adapter_cases(LLAMA_8B, Adapters(rank=16))
+    yield from elementwise_cases(LLAMA_8B)
+
+
 def quick_cases() -> Iterator[Case]:
     """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in.
     Of float32 there is one linear, whose products have to be exact."""

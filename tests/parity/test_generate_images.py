@@ -40,6 +40,7 @@ from tests.support.commands import options, run_tool
 from tests.support.generation import Ids
 from tests.support.shared_data import shared
 from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 from tests.support.vision_data import write_tokenizer
 from tests.support.vision_fixtures import VisionFixture
 
@@ -198,23 +199,17 @@ def test_choices_are_those_of_the_originals_logits(name: str, tmp_path: Path) ->
     assert chosen == data.expected["one_image.logits"][0, start - 1 :].argmax(-1).tolist()
 
 
-def _tokens_in_layouts(layouts: dict[str, list[tuple[int, int]]], root: str) -> dict[str, list[list[list[int]]]]:
-    found = {}
-    for name, places in layouts.items():
-        folder = Path(root) / name
-        found[name] = [cached_tokens(name, folder, tensor=tensor, pipeline=pipeline) for tensor, pipeline in places]
-    return found
+def _tokens_in_layouts(name: str, places: list[tuple[int, int]], folder: str) -> list[list[list[int]]]:
+    return [cached_tokens(name, Path(folder), tensor=tensor, pipeline=pipeline) for tensor, pipeline in places]
 
 
 @pytest.mark.distributed
-def test_layouts_give_the_same_tokens(tmp_path: Path) -> None:
-    names = ("minicpm-v-2", "cogvlm2", "cogagent")
-    expected = {name: uncached_tokens(name, model_folder(name, tmp_path / name)) for name in names}
-    two = {name: [(2, 1), (1, 2)] for name in names}
-    four = {name: [(2, 2)] for name in names}
-    for world, layouts in ((2, two), (4, four)):
-        for found in spawn(_tokens_in_layouts, world=world, args=(layouts, str(tmp_path)), timeout=240):
-            assert found == {name: [expected[name]] * len(places) for name, places in layouts.items()}
+@pytest.mark.parametrize("name", sampled(("minicpm-v-2", "cogvlm2", "cogagent"), ("cogagent",)))
+def test_layouts_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    expected = uncached_tokens(name, model_folder(name, tmp_path))
+    for world, places in ((2, [(2, 1), (1, 2)]), (4, [(2, 2)])):
+        for found in spawn(_tokens_in_layouts, world=world, args=(name, places, str(tmp_path)), timeout=240):
+            assert found == [expected] * len(places)
 
 
 class TestCommand:
@@ -297,7 +292,7 @@ class TestCommand:
         assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ["minicpm-v-2_6", "cogvlm-v1"])
+@pytest.mark.parametrize("name", sampled(("minicpm-v-2_6", "cogvlm-v1"), ("cogvlm-v1",)))
 def test_samples_while_training_are_what_is_generated(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

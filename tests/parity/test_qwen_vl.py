@@ -45,6 +45,9 @@ from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
 CPU = torch.device("cpu")
+CASES = [(kind, packing) for kind in KINDS for packing in (False, True)]
+QUICK = [case for number, case in enumerate(CASES) if number % 4 in (1, 2)]
+"""Every kind once, in rows of one document or of several."""
 
 
 @functools.cache
@@ -76,8 +79,7 @@ def our_model(folder: Path, memory: MemoryPlan) -> tuple[Decoder, FlatParameters
     return model, flat, step, source.model.names.live.stack()
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "packing"), sampled(CASES, QUICK))
 def test_logits_loss_and_every_gradient_are_transformers(kind: str, packing: bool) -> None:
     folder, stock, pad = saved(kind)
     batch = batch_of(folder, packing=packing)
@@ -168,7 +170,7 @@ def their_losses(model: nn.Module, batch: Batch, pad: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl", "minicpmv4_7")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl",)))
 def test_adapters_and_mergers_train_as_under_peft(kind: str, tmp_path: Path) -> None:
     folder, _, pad = saved(kind)
     stock = peft_start(kind, folder, tmp_path / "start")
@@ -232,7 +234,7 @@ def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "minicpmv4_7")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_5", "minicpmv4_7")))
 def test_greedy_tokens_are_those_of_transformers_generate(kind: str) -> None:
     folder, stock, pad = saved(kind)
     expected = their_tokens(folder, stock, pad)
@@ -245,7 +247,7 @@ def _tokens_on_ranks(folder: str, places: list[dict[str, int]]) -> list[list[lis
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl", "minicpmv4_7")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl",)))
 def test_ranks_generate_the_same_tokens(kind: str) -> None:
     """Qwen3-VL's features for later layers cross the pipeline once, with the prompt."""
     folder, stock, pad = saved(kind)

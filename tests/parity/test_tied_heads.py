@@ -78,7 +78,10 @@ def _logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(theirs, id=case) for case, (theirs, _) in CASES.items()]
+    [
+        pytest.param(theirs, id=case, marks=() if case in QUICK else pytest.mark.slow)
+        for case, (theirs, _) in CASES.items()
+    ]
     + [pytest.param(ADAPTED_TOGETHER, id="adapted together")],
 )
 def test_answers_and_exports_are_pefts(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -223,8 +223,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 LONG = ("gspo twice", "dapo twice", "grpo beta", "sequence_mask gspo", "entropy")
 QUICK_RUNS = (
-    ("gspo twice", "one-process"), ("gspo twice", "context-2-packed"), ("gspo twice", "data-2-sharded"),
-    ("entropy", "tensor-2"),
+    ("gspo twice", "context-2-packed"), ("gspo twice", "data-2-sharded"), ("entropy", "tensor-2"),
 )  # fmt: skip
 
 

@@ -41,8 +41,10 @@ def check_counts(found: Talked, first: int, *, states: bool = False) -> None:
     assert found.used == 0, "pages of a conversation that has ended"
 
 
-@pytest.mark.parametrize("name", sampled(FAMILIES, ("gemma3", "qwen3.5")))
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    sampled([(name, ahead) for name in FAMILIES for ahead in (0, 1)], (("gemma3", 0), ("qwen3.5", 1))),
+)
 def test_turns_compute_their_new_tokens(name: str, ahead: int, tmp_path: Path) -> None:
     """Prompts are computed once for a group, and no token twice; with a position that is off by one, a row that lies
     elsewhere or states of another token the log-probabilities differ by tenths."""
@@ -60,7 +62,7 @@ def test_environments_that_add_to_prompts(tmp_path: Path) -> None:
     assert found.distance < BOUND
 
 
-@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("tools", sampled((False, True), (True,)))
 def test_bits_do_not_depend_on_delays(tools: bool, tmp_path: Path) -> None:
     """Environments answer after random times. No row is kept because there is room for it just then, and no two prompts
     share a pass because both are there: only those that begin at once, where prompts are known."""
@@ -89,7 +91,7 @@ def test_graphs_change_no_number(name: str, tmp_path: Path, monkeypatch: pytest.
     assert sum(one.replays for one in captures[0].captured) > 10
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("kernels", sampled(("native", "reference"), ("native",)))
 def test_bfloat16(kernels: str, tmp_path: Path) -> None:
     """A row that lies elsewhere differs by tenths; bfloat16 has 8 bits, and logits here are some units."""
     settings = family_settings(tmp_path, "qwen3", tools=True, model__kernels=kernels)

@@ -44,6 +44,7 @@ from rankfold.benchmarking.options import (
     read_shapes,
 )
 from rankfold.benchmarking.sections import GenerateOptions, LoaderOptions, RolloutsOptions, TenantsOptions, TowerOptions
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -64,8 +65,9 @@ def _run_section(
 ) -> tuple[dict, list[list[str]]]:
     """The JSON record of a whole command, and the cells of all rows of its Markdown tables."""
     files = {"json": folder / "result.json", "markdown": folder / "result.md"}
+    python = str(warm_python()) if environment is None else sys.executable
     done = subprocess.run(
-        [sys.executable, "tools/benchmark.py", section, *_typed({**options, **files})],
+        [python, "tools/benchmark.py", section, *_typed({**options, **files})],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}, timeout=100,
         capture_output=True, text=True, check=False,
     )  # fmt: skip

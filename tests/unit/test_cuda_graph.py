@@ -50,8 +50,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sampled(
         product(("step", "layer"), CASES, (1, 3)),
         [
-            ("step", "adapters", 3), ("step", "adapters on fp8", 1), ("step", "everything", 1),
-            ("layer", "adapters on nf4", 1), ("layer", "upper adapters", 3), ("layer", "tied, with adapters", 1),
+            ("step", "adapters on fp8", 1), ("step", "everything", 1),
+            ("layer", "upper adapters", 3), ("layer", "tied, with adapters", 1),
         ],
     ),
 )  # fmt: skip
@@ -69,7 +69,7 @@ def test_training_is_the_same_bit_for_bit(kind: str, case: str, accumulation: in
     assert 2 <= sum(beside) < len(beside) / 2
 
 
-@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.parametrize("recompute", sampled(("none", "attention", "full"), ("attention",)))
 def test_recomputation_is_part_of_a_steps_graph(recompute: str):
     graphed, plain, graphs, _ = pair("adapters", "step", accumulation=2, recompute=recompute)
     steps = make_steps(6, accumulation=2, vocab_size=131)

@@ -98,7 +98,7 @@ class EngineSide:
         self.kernels = ""
         if kernels is None:
             kernels, self.kernels = _chosen_kernels(options, device)
-        self._multiply = kernels.product
+        self._backend = kernels
         base = None if options.base_dtype == "none" else named_encoding(options.base_dtype, options.kernels, device)
         self.model = build_decoder(
             config,
@@ -150,6 +150,10 @@ class EngineSide:
         result = self.train_step([self._batch(ids_BS)], float(targets), learning_rate(self._options))
         return Outcome(result.loss, result.grad_norm)
 
+    def checked_step(self, ids_BS: Tensor) -> Outcome:
+        """Runs a step; see `model.Side`."""
+        return self.step(ids_BS)
+
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
         batch = self._batch(ids_BS)
         losses = self.model(batch, torch.zeros((), dtype=torch.int64, device=self._device), training=dropout)
@@ -157,7 +161,7 @@ class EngineSide:
 
     def floor(self) -> GemmFloor:
         """Returns the floor of this side's steps."""
-        return GemmFloor(self.products(), self._multiply)
+        return GemmFloor(self.products(), self._backend)
 
     def products(self) -> list[WeightProduct]:
         """Returns each weight's product in forward order. Beside adapters nothing below the first layer's queries, keys

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.ops.kernels.product import Product
+from engine.ops.kernels import REFERENCE, Kernels
 
 _CHOOSING_RUNS = 3
+Kind = Literal["forward", "input", "weight"]
+"""A product of a step with one weight: its output, or the gradient of its input or of itself."""
 
 
 class WeightProduct(NamedTuple):
@@ -28,6 +30,11 @@ class WeightProduct(NamedTuple):
     trains: bool
     rows: int
 
+    def kinds(self) -> tuple[Kind, ...]:
+        """Returns the products of a step, in their order."""
+        backward: tuple[tuple[bool, Kind], ...] = ((self.needs_gradient, "input"), (self.trains, "weight"))
+        return ("forward", *(kind for wanted, kind in backward if wanted))
+
 
 class GemmFloor:
     """The necessary matrix products of one step, and nothing else.
@@ -43,10 +50,10 @@ class GemmFloor:
 
     Args:
         products: in forward order.
-        multiply: the engine's product.
+        kernels: the engine's.
     """
 
-    def __init__(self, products: list[WeightProduct], multiply: Product) -> None:
+    def __init__(self, products: list[WeightProduct], kernels: Kernels) -> None:
         copies: dict[torch.Size, Tensor] = {}
         self._products = [one._replace(weight=_dense(one.weight, copies)) for one in products]
         sample, most = products[0].weight, max(one.rows for one in products)
@@ -54,52 +61,56 @@ class GemmFloor:
         self._operands = {w: torch.randn(most, w, dtype=sample.dtype, device=sample.device) for w in widths}
         self._results = {w: torch.empty_like(operand) for w, operand in self._operands.items()}
         trained = {one.weight.shape for one in products if one.trains}
-        self._gradients = {shape: torch.empty(shape, dtype=sample.dtype, device=sample.device) for shape in trained}
-        self._multiply = multiply
-        self._chosen: dict[tuple[torch.Size, int, bool], Product] = {}
+        self._gradients = {shape: torch.zeros(shape, device=sample.device) for shape in trained}
+        self._kernels = kernels
+        self._by_engine: dict[tuple[torch.Size, int, Kind], bool] = {}
         for one in self._products:
-            for forward in (True, False) if one.needs_gradient else (True,):
-                key = (one.weight.shape, one.rows, forward)
-                if key not in self._chosen:
-                    self._chosen[key] = self._fastest(one, forward)
+            for kind in one.kinds():
+                key = (one.weight.shape, one.rows, kind)
+                if key not in self._by_engine:
+                    self._by_engine[key] = self._engine_is_faster(one, kind)
 
-    def _fastest(self, one: WeightProduct, forward: bool) -> Product:
+    def _engine_is_faster(self, one: WeightProduct, kind: Kind) -> bool:
         if one.weight.device.type != "cpu":
-            return torch.mm
-        seconds: dict[Product, float] = {}
+            return False
+        seconds = {True: float("inf"), False: float("inf")}
         for _ in range(_CHOOSING_RUNS):
-            for product in (torch.mm, self._multiply):
+            for by_engine in seconds:
                 begin = time.perf_counter()
-                self._run_one(one, forward, product)
-                seconds[product] = min(seconds.get(product, float("inf")), time.perf_counter() - begin)
-        return min(seconds, key=lambda product: seconds[product])
+                self._run_one(one, kind, by_engine)
+                seconds[by_engine] = min(seconds[by_engine], time.perf_counter() - begin)
+        return seconds[True] < seconds[False]
 
-    def _run_one(self, one: WeightProduct, forward: bool, product: Product) -> None:
+    def _run_one(self, one: WeightProduct, kind: Kind, by_engine: bool) -> None:
         out_width, in_width = one.weight.shape
-        first, last = (in_width, out_width) if forward else (out_width, in_width)
-        right = one.weight.t() if forward else one.weight
-        product(self._operands[first][: one.rows], right, out=self._results[last][: one.rows])
+        y, x = (self._operands[width][: one.rows] for width in (out_width, in_width))
+        product = self._kernels.product if by_engine else torch.mm
+        if kind == "forward":
+            product(x, one.weight.t(), out=self._results[out_width][: one.rows])
+        elif kind == "input":
+            product(y, one.weight, out=self._results[in_width][: one.rows])
+        else:
+            add = self._kernels.add_product if by_engine else REFERENCE.add_product
+            add(self._gradients[one.weight.shape], y.t(), x)
 
     def run(self) -> None:
         """Runs all products once, in the order of a step."""
-        for one in self._products:
-            self._run_one(one, True, self._chosen[one.weight.shape, one.rows, True])
-        for one in reversed(self._products):
-            if one.needs_gradient:
-                self._run_one(one, False, self._chosen[one.weight.shape, one.rows, False])
-            if one.trains:
-                out_width, in_width = one.weight.shape
-                dy, x = self._operands[out_width][: one.rows], self._operands[in_width][: one.rows]
-                torch.mm(dy.t(), x, out=self._gradients[one.weight.shape])
+        for kinds, products in ((("forward",), self._products), (("input", "weight"), self._products[::-1])):
+            for one in products:
+                for kind in one.kinds():
+                    if kind in kinds:
+                        self._run_one(one, kind, self._by_engine[one.weight.shape, one.rows, kind])
 
     def operations(self) -> int:
         """Returns the floating-point operations of `run`."""
-        return sum(2 * one.rows * one.weight.numel() * (1 + one.needs_gradient + one.trains) for one in self._products)
+        return sum(2 * one.rows * one.weight.numel() * len(one.kinds()) for one in self._products)
 
     def sentence(self) -> str:
         """Returns a sentence about who computes the products."""
-        own = sum(product is not torch.mm for product in self._chosen.values())
-        return f"Of its {len(self._chosen)} kinds of products, {own} run faster by the engine's kernel than by torch's."
+        own = sum(self._by_engine.values())
+        return (
+            f"Of its {len(self._by_engine)} kinds of products, {own} run faster by the engine's kernel than by torch's."
+        )
 
 
 def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:

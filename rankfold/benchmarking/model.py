@@ -48,6 +48,9 @@ class Side(Protocol):
     def step(self, ids_BS: Tensor) -> Outcome:
         """Runs forward, backward, clip and update on int64 token ids, without waiting for the device."""
 
+    def checked_step(self, ids_BS: Tensor) -> Outcome:
+        """Runs a step whose norm is exact enough to be compared; not timed."""
+
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
         """Returns the loss alone, with its autograd graph; `dropout` False turns dropout off."""
 

@@ -36,7 +36,7 @@ class RemoteSide:
         """Prepares the side; see `model.Side`."""
         self._worker.ask("prepare")
 
-    def step(self, ids_BS: Tensor) -> tuple[float, float]:
+    def checked_step(self, ids_BS: Tensor) -> tuple[float, float]:
         """Returns loss and gradient norm; see `model.Side`."""
         return self._worker.ask("step", ids_BS.tolist())
 
@@ -79,7 +79,7 @@ def _offer(name: str, options: ModelOptions) -> Offer:
     stream = itertools.cycle(batches)
 
     def step(ids: list[list[int]]) -> tuple[float, float]:
-        outcome = side.step(torch.tensor(ids, device=device))
+        outcome = side.checked_step(torch.tensor(ids, device=device))
         return float(outcome.loss), float(outcome.grad_norm)
 
     def loss(ids: list[list[int]], dropout: bool) -> float:

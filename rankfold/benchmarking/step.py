@@ -83,7 +83,7 @@ Outcomes = list[tuple[float, float | None]]
 class Checked(Protocol):
     """The compared figures of a side; numbers or 0-dim tensors."""
 
-    def step(self, ids_BS: Tensor) -> tuple: ...
+    def checked_step(self, ids_BS: Tensor) -> tuple: ...
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor | float: ...
 
@@ -181,7 +181,7 @@ def first_outcomes(options: StepOptions, side: Checked, batches: list[Tensor]) -
     if options.dropout > 0:
         with torch.no_grad():
             return [(float(side.loss(batches[0], dropout=False)), None)]
-    return [(float(loss), float(norm)) for loss, norm in map(side.step, batches[:_CHECKED_STEPS])]
+    return [(float(loss), float(norm)) for loss, norm in map(side.checked_step, batches[:_CHECKED_STEPS])]
 
 
 def compare(options: StepOptions, outcomes: Mapping[str, Outcomes]) -> tuple[str, ...]:

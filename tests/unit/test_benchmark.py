@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("peft", reason="the step section compares with PEFT")
 
 from engine.errors import UserError
+from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking import step
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.floor import GemmFloor, WeightProduct
@@ -148,15 +149,18 @@ def test_the_floor_of_all_parameters_has_three_products_of_each_weight() -> None
 
 
 def test_the_floor_takes_the_faster_product() -> None:
-    """A product that sleeps is chosen nowhere, one that does nothing everywhere; gradients of weights stay torch's."""
+    """Products that sleep are chosen nowhere, those that do nothing everywhere."""
     one = WeightProduct(torch.randn(8, 6), True, True, 5)
 
-    def slow(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    def slow(*arguments: torch.Tensor, **out: torch.Tensor) -> None:
         time.sleep(0.01)
-        return torch.mm(left, right, out=out)
 
-    assert "Of its 2 kinds of products, 0 run faster" in GemmFloor([one], slow).sentence()
-    assert "Of its 2 kinds of products, 2 run faster" in GemmFloor([one], lambda left, right, *, out: out).sentence()
+    def nothing(*arguments: torch.Tensor, **out: torch.Tensor) -> None:
+        pass
+
+    for found, kernel in ((0, slow), (3, nothing)):
+        floor = GemmFloor([one], replace(REFERENCE, product=kernel, add_product=kernel))
+        assert f"Of its 3 kinds of products, {found} run faster" in floor.sentence()
 
 
 def test_sides_with_trained_lengths_compute_the_same() -> None:

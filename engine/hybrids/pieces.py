@@ -35,6 +35,7 @@ class Link:
         index: of the piece on that rank.
         length: tokens.
         after: number of the link whose last state it begins with, an earlier one; -1 where it begins with zeros.
+        origin: place of that state among those that this rank's received pieces begin with; -1 where there is none.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Link:
     index: int
     length: int
     after: int
+    origin: int
 
 
 class Level(NamedTuple):
@@ -86,8 +88,10 @@ class Pieces(ContextPart):
         sent: pieces whose last state is asked for.
         parents: the piece that each one continues, where documents are whole on one process; () for none.
         links: pieces with states that others begin with, or that begin with one; the same on all context ranks.
-        rank: of this rank among them.
-        most_sent, most_received: the most pieces that any of these ranks sends, and receives.
+        branches: how many of the received pieces begin with each of the states that this rank receives: neighbours.
+        rank: of this rank among the context ranks.
+        most_sent, most_received, most_states: the most pieces that any of these ranks sends, and receives, and the most
+            states that it receives.
     """
 
     lengths: tuple[int, ...]
@@ -96,9 +100,11 @@ class Pieces(ContextPart):
     sent: tuple[int, ...] = ()
     parents: Parents = ()
     links: tuple[Link, ...] = ()
+    branches: tuple[int, ...] = ()
     rank: int = 0
     most_sent: int = 0
     most_received: int = 0
+    most_states: int = 0
     _made: dict[tuple[str, int], object] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -154,15 +160,20 @@ class Pieces(ContextPart):
             for number in range(len(layout.document_lengths))
         ]
         links, received, sent = _linked(of_documents, parents, lengths)
+        states = [
+            [link.origin for link in links if link.rank == one and link.received >= 0] for one in range(layout.size)
+        ]
         return cls(
             lengths=tuple(lengths[rank]),
             offsets=host_copies.sent(torch.tensor([0, *accumulate(lengths[rank])], dtype=torch.int32), device),
             received=tuple(received[rank]),
             sent=tuple(sent[rank]),
             links=links,
+            branches=tuple(len(tuple(same)) for _, same in groupby(sorted(states[rank]))),
             rank=rank,
             most_sent=max(map(len, sent)),
             most_received=max(map(len, received)),
+            most_states=max(len(set(own)) for own in states),
         )
 
     def shared(self) -> tuple[Tensor, ...]:
@@ -233,6 +244,18 @@ class Pieces(ContextPart):
             self._made[key] = tuple(host_copies.sent(one, device) for one in (tokens.masked_fill(missing, 0), missing))
         tokens, missing = self._made[key]  # type: ignore[misc]
         return tokens, missing
+
+    def starts(self) -> Tensor | None:
+        """Returns int64 [R], which of the states that this rank receives each received piece begins with; None where
+        each has one of its own."""
+        if len(self.branches) == len(self.received):
+            return None
+        if ("starts", 0) not in self._made:
+            starts = torch.arange(len(self.branches)).repeat_interleave(torch.tensor(self.branches))
+            self._made["starts", 0] = host_copies.sent(starts, self.offsets.device)
+        found = self._made["starts", 0]
+        assert isinstance(found, Tensor)
+        return found
 
     def levels(self) -> tuple[Level, ...]:
         """Returns the pieces by how many others they continue; those of `parents`."""
@@ -378,7 +401,6 @@ def _linked(
         parents: of the documents.
         lengths: of each rank's pieces.
     """
-    received: list[list[int]] = [[] for _ in lengths]
     sent: list[list[int]] = [[] for _ in lengths]
     links: list[Link] = []
     ends: dict[int, int] = {}  # document -> its last link
@@ -387,23 +409,31 @@ def _linked(
         parent, continued = parents[number] if parents else -1, number in of_branches
         after = ends[parent] if parent >= 0 else -1
         for place, (rank, index) in enumerate(found if len(found) > 1 or continued or after >= 0 else ()):
-            is_sent, is_received = place < len(found) - 1 or continued, after >= 0
+            is_sent = place < len(found) - 1 or continued
             links.append(
                 Link(
                     rank=rank,
                     sent=len(sent[rank]) if is_sent else -1,
-                    received=len(received[rank]) if is_received else -1,
+                    received=-1,
                     index=index,
                     length=lengths[rank][index],
                     after=after,
+                    origin=-1,
                 )
             )
             after = len(links) - 1
             if is_sent:
                 sent[rank].append(index)
-            if is_received:
-                received[rank].append(index)
         ends[number] = after
+    received: list[list[int]] = [[] for _ in lengths]
+    origins: list[list[int]] = [[] for _ in lengths]
+    for number in sorted((one for one, link in enumerate(links) if link.after >= 0), key=lambda one: links[one].after):
+        link = links[number]
+        if link.after not in origins[link.rank][-1:]:
+            origins[link.rank].append(link.after)
+        place, origin = len(received[link.rank]), len(origins[link.rank]) - 1
+        links[number] = replace(link, received=place, origin=origin)
+        received[link.rank].append(link.index)
     return tuple(links), received, sent
 
 

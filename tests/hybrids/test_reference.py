@@ -116,9 +116,10 @@ def test_gated_norm_is_transformers() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_pieces_of_context_ranks_hold_each_token_once() -> None:
+@pytest.mark.parametrize("parents", [(), (-1, 0, -1, 2, 2)], ids=["apart", "branches"])
+def test_pieces_of_context_ranks_hold_each_token_once(parents: tuple[int, ...]) -> None:
     layout = ContextLayout.even(size=3, num_rows=2, row_length=25, document_lengths=(7, 18, 1, 2, 22))
-    ranks = [Pieces.of_context(layout, rank, CPU) for rank in range(3)]
+    ranks = [Pieces.of_context(layout, rank, CPU, parents) for rank in range(3)]
     assert [one.num_tokens for one in ranks] == [layout.tokens_on(rank) for rank in range(3)]
     links = ranks[0].links
     assert all(one.links == links for one in ranks)
@@ -129,7 +130,17 @@ def test_pieces_of_context_ranks_hold_each_token_once() -> None:
         assert link.received == -1 or mine.received[link.received] == link.index
         assert (link.sent >= 0) == any(other.after == number for other in links)
         assert (link.received >= 0) == (link.after >= 0)
+    for rank, mine in enumerate(ranks):
+        own = sorted(
+            (link for link in links if link.rank == rank and link.received >= 0), key=lambda link: link.received
+        )
+        assert [link.after for link in own] == sorted(link.after for link in own)
+        starts = torch.arange(len(own)) if mine.starts() is None else mine.starts()
+        assert starts is not None and starts.tolist() == [link.origin for link in own]
+        assert len({link.after for link in own}) == len(mine.branches) <= mine.most_states
+    # from each link back to its first one, the tokens up to its end
     totals: list[int] = []
     for link in links:
-        totals = [*totals, link.length] if link.after < 0 else [*totals[:-1], totals[-1] + link.length]
-    assert totals == [7, 18, 22]
+        totals.append(link.length + (totals[link.after] if link.after >= 0 else 0))
+    ends = [total for total, link in zip(totals, links, strict=True) if link.sent < 0]
+    assert ends == ([7, 18, 22] if not parents else [25, 3, 23])

@@ -11,6 +11,7 @@ Legend: R received pieces of this rank, N heads, K, V features of a key and a va
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -31,16 +32,16 @@ def gathered(own: Tensor, most: int, axis: Axis) -> Tensor:
 
 
 def first_states(moves: Tensor, adds: Tensor, pieces: Pieces, apply: Apply) -> Tensor:
-    """Returns the states that this rank's received pieces begin with, [R, ...].
+    """Returns the states that this rank's received pieces begin with, each once, [states, ...].
 
     Args:
         moves, adds: M and C of all ranks' sent pieces, [ranks, most, ...]; M of one that receives nothing is not read.
     """
-    found: list[tuple[int, Tensor]] = []
+    found: dict[int, Tensor] = {}
     last: dict[int, Tensor] = {}
     for number, link in enumerate(pieces.links):
         if link.rank == pieces.rank and link.received >= 0:
-            found.append((link.received, last[link.after]))
+            found[link.origin] = last[link.after]
         if link.sent >= 0:
             add = adds[link.rank, link.sent]
             last[number] = add if link.after < 0 else apply(moves[link.rank, link.sent], last[link.after]) + add
@@ -52,26 +53,30 @@ def last_gradients(moves: Tensor, adds: Tensor, pieces: Pieces, apply: Apply) ->
 
     Args:
         moves: M of all ranks' sent pieces, [ranks, most sent, ...].
-        adds: D of all ranks' received pieces, [ranks, most received, ...].
+        adds: of all ranks and the states that they receive, D of the pieces that begin with each, [ranks, most states,
+            ...].
         apply: M^T.
     """
     last: dict[int, Tensor] = {}
+    seen = set[tuple[int, int]]()
     for number, link in reversed(list(enumerate(pieces.links))):
-        if link.after >= 0:
-            first = adds[link.rank, link.received]
-            if link.sent >= 0:
-                first = first + apply(moves[link.rank, link.sent], last[number])
-            last[link.after] = last[link.after] + first if link.after in last else first
-    mine = [
-        (pieces.links[number].sent, one) for number, one in last.items() if pieces.links[number].rank == pieces.rank
-    ]
+        if link.after < 0:
+            continue
+        found = [last[link.after]] if link.after in last else []
+        if (link.rank, link.origin) not in seen:
+            seen.add((link.rank, link.origin))
+            found.append(adds[link.rank, link.origin])
+        if link.sent >= 0:
+            found.append(apply(moves[link.rank, link.sent], last[number]))
+        last[link.after] = reduce(torch.add, found)
+    mine = {pieces.links[number].sent: one for number, one in last.items() if pieces.links[number].rank == pieces.rank}
     return _in_order(mine, adds)
 
 
-def _in_order(found: list[tuple[int, Tensor]], like: Tensor) -> Tensor:
+def _in_order(found: dict[int, Tensor], like: Tensor) -> Tensor:
     if not found:
         return like.new_zeros((0, *like.shape[2:]))
-    return torch.stack([one for _, one in sorted(found, key=lambda pair: pair[0])])
+    return torch.stack([found[place] for place in sorted(found)])
 
 
 def received_tails(x_TC: Tensor, taps: int, pieces: Pieces, axis: Axis) -> Tensor:

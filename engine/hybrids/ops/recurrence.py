@@ -86,17 +86,18 @@ def rows_of(x: Tensor, tokens: Tensor | slice) -> Tensor:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, pieces: Pieces, axis: Axis, *inputs: Tensor) -> Tensor:
-        initial = moves = None
+        states = moves = None
         if axis.size > 1 and pieces.links:
-            initial, moves = _received(rule, inputs, pieces, axis)
-        out, _, kept = rule.forward(inputs, pieces, initial, keep=any(ctx.needs_input_grad))
-        ctx.save_for_backward(initial, moves, *inputs, *kept)
+            states, moves = _received(rule, inputs, pieces, axis)
+        out, _, kept = rule.forward(inputs, pieces, _initial(states, pieces), keep=any(ctx.needs_input_grad))
+        ctx.save_for_backward(states, moves, *inputs, *kept)
         ctx.rule, ctx.pieces, ctx.axis, ctx.count = rule, pieces, axis, len(inputs)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        initial, moves, *saved = ctx.saved_tensors
+        states, moves, *saved = ctx.saved_tensors
+        initial = _initial(states, ctx.pieces)
         inputs, kept = tuple(saved[: ctx.count]), tuple(saved[ctx.count :])
         d_out, d_final = d_out.contiguous(), None
         if moves is not None:
@@ -105,24 +106,30 @@ class _Recurrence(torch.autograd.Function):
         return None, None, None, *found[:-1]
 
 
+def _initial(states: Tensor | None, pieces: Pieces) -> Tensor | None:
+    """Returns the states that received pieces begin with, of those that this rank receives."""
+    starts = None if states is None else pieces.starts()
+    return states if states is None or starts is None else states[starts]
+
+
 def _received(rule: Rule, inputs: Inputs, pieces: Pieces, axis: Axis) -> tuple[Tensor | None, Tensor]:
-    """Returns the states that received pieces begin with, None where none is received, and M of all ranks' sent
-    pieces, [ranks, most sent, N, ..]. Collective."""
+    """Returns the states that received pieces begin with, each once, None where none is received; and M of all ranks'
+    sent pieces, [ranks, most sent, N, ..]. Collective."""
     moves, adds = rule.reduced(inputs, pieces)
     sizes = [prod(one.shape[2:]) for one in (adds, moves)]
     every = gathered(torch.cat((adds.flatten(2), moves.flatten(2)), dim=2), pieces.most_sent, axis)
     every_adds, every_moves = (
         part.unflatten(-1, one.shape[2:]) for part, one in zip(every.split(sizes, dim=-1), (adds, moves), strict=True)
     )
-    initial = first_states(every_moves, every_adds, pieces, rule.moved)
-    return initial if pieces.received else None, every_moves
+    states = first_states(every_moves, every_adds, pieces, rule.moved)
+    return states if pieces.received else None, every_moves
 
 
 def _last(
     rule: Rule, d_out: Tensor, inputs: Inputs, pieces: Pieces, initial: Tensor | None, moves: Tensor, axis: Axis
 ) -> Tensor | None:
     """Returns the gradients of the last states of sent pieces; None where none is sent. Collective."""
-    adds = moves.new_zeros((len(pieces.received), *rule.state_shape(inputs)))
+    adds = moves.new_zeros((0, *rule.state_shape(inputs)))
     if initial is not None:
         own, tokens = pieces.chosen(pieces.received, received=True, sent=False)
         parts = of_tokens(rule, inputs, tokens)
@@ -130,8 +137,8 @@ def _last(
         _, _, kept = rule.forward(parts, own, initial, keep=True)
         found = rule.backward(d_out[tokens], None, parts, own, initial, kept)[-1]
         assert found is not None
-        adds = found
-    every = gathered(adds, pieces.most_received, axis)
+        adds = found if pieces.starts() is None else _sums(found, pieces.branches)
+    every = gathered(adds, pieces.most_states, axis)
     gradients = last_gradients(moves, every, pieces, rule.moved_back)
     return gradients if pieces.sent else None
 

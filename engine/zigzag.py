@@ -20,7 +20,8 @@ causal block's two ranges are the same.
 Documents may continue others (`engine.branches`). Their tokens see all of those that they continue, which lie before
 them, so this needs no order of chunks: of a document that is continued, and of the tokens that continue it, a rank has
 one span each, for the same reason as above, and the two spans of two ranks are a full block. One block is enough for
-each document, level and pair of ranks.
+each document, level and pair of ranks. What a chunk costs then depends on where branches lie, and ranks differ: with 8
+continuations of 1024 tokens of a document of 4096, the busiest of 4 ranks has 1.23 times the mean.
 
 Assumes that documents do not cross rows and that their lengths are known on the host.
 """

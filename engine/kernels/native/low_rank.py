@@ -22,7 +22,7 @@ from engine.kernels.native.arguments import (
     type_number,
     update_arguments,
 )
-from engine.kernels.native.loader import library
+from engine.kernels.native.loader import bare_library, library
 from engine.kernels.records import AdapterSection, InputUpdate
 
 _SECTION = "4qQqd"
@@ -32,7 +32,7 @@ _SECTION = "4qQqd"
 def has_pairs() -> bool:
     """Returns whether the kernels in use multiply pairs of bfloat16 numbers (AVX512-BF16)."""
     found = ctypes.c_int(0)
-    library().engine_has_pairs(ctypes.addressof(found))
+    bare_library().engine_has_pairs(ctypes.addressof(found))
     return bool(found.value)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from engine.branches import levels
 from engine.config.data import SharePrefixes
-from engine.config.load import parse_config
 from engine.config.run import RunConfig
 from engine.data.columns import Columns
 from engine.data.dataset import TokenDataset
@@ -38,7 +37,6 @@ from engine.telemetry.log import Log
 from engine.training.build import build_training
 from engine.training.prefixes import choose_sharing
 from engine.training.row_shape import shape_on_mesh
-from engine.training.start import refuse_early
 from engine.training.step import StepResult
 from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.model import ADAMW, CLIP_GRAD_NORM, LEARNING_RATE, LORA_ALPHA_OVER_RANK, TARGETS, hf_config
@@ -79,6 +77,8 @@ class Case:
     """
 
     def __init__(self, name: str, options: PrefixesOptions, device: torch.device, folder: Path) -> None:
+        from engine.training.start import refuse_early  # packages that images with a GPU often lack
+
         self.name, self.options, self._device = name, options, device
         self._config = _config(name, options, folder)
         launch = Launch(rank=0, world_size=1, device=device)
@@ -163,6 +163,8 @@ def demand_of(options: PrefixesOptions, batches: list[tuple[tuple[int, ...], tup
 
 
 def _config(name: str, options: PrefixesOptions, folder: Path) -> RunConfig:
+    from engine.config.load import parse_config
+
     if name == PAIRS:
         objective = {"objective.name": "dpo", "data.seq_length": options.question + options.answer}
     else:

@@ -2,9 +2,7 @@
 
 The blocks of a level (`engine.branches.levels`) lie apart in a micro-batch, and kernels for sequences of various
 lengths take queries, and keys, that lie one after the other. So a few blocks are a call each, which reads their tokens
-where they lie, and of more blocks the tokens are gathered for one call. In bytes of the queries beside what the kernel
-itself moves, a call in place costs 4 forward and 3 backward, a gathered one 11 and 15; and 7 and 5 launches more than
-attention without branches, as against 14 and 17.
+where they lie, and of more blocks the tokens are gathered for one call, which costs more (`call_costs`).
 
 Made once per micro-batch, for all layers.
 """
@@ -12,6 +10,7 @@ Made once per micro-batch, for all layers.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +23,29 @@ CALLS_IN_PLACE = 4
 """The most blocks of a level that are a call each: about as many launches as gathering, and fewer bytes."""
 
 
-def device_levels(lengths: tuple[int, ...], parents: Parents, device: torch.device) -> tuple[DocumentLevel, ...]:
-    """Returns the levels of these documents, in parts that are a call each. What they need on the device is sent in two
-    copies, for which the host does not wait.
+class CallCost(NamedTuple):
+    """The cost of a call for a level beside what its kernel moves.
+
+    Args:
+        launches: more than attention without branches has, the kernel's own among them.
+        copies: bytes, in those of the call's queries.
+    """
+
+    launches: int
+    copies: int
+
+
+def call_costs(*, gathered: bool) -> tuple[CallCost, CallCost]:
+    """Returns the costs of a call forward and backward.
+
+    Args:
+        gathered: whether its tokens are; else they are read in place.
+    """
+    return (CallCost(14, 11), CallCost(17, 15)) if gathered else (CallCost(7, 4), CallCost(5, 3))
+
+
+def level_calls(lengths: tuple[int, ...], parents: Parents) -> list[tuple[Block, ...]]:
+    """Returns the blocks of each call; one alone is read where it lies.
 
     Args:
         lengths: tokens of the documents, which lie one after the other.
@@ -35,6 +54,18 @@ def device_levels(lengths: tuple[int, ...], parents: Parents, device: torch.devi
     calls: list[tuple[Block, ...]] = []
     for level in levels(lengths, parents):
         calls += [(block,) for block in level] if len(level) <= CALLS_IN_PLACE else [level]
+    return calls
+
+
+def device_levels(lengths: tuple[int, ...], parents: Parents, device: torch.device) -> tuple[DocumentLevel, ...]:
+    """Returns the levels of these documents, in parts that are a call each. What they need on the device is sent in two
+    copies, for which the host does not wait.
+
+    Args:
+        lengths: tokens of the documents, which lie one after the other.
+        parents: of each of them; () where none continues another.
+    """
+    calls = level_calls(lengths, parents)
     sides = [side for level in calls for side in zip(*(block[:2] for block in level), strict=True)]
     if not sides:
         return ()

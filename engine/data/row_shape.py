@@ -59,5 +59,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def evened(most: int, rows: int, ranks: int) -> int:
+    """Returns the rows of a micro-batch, at most so many, with which the fewest micro-batches have the least padding.
+
+    Args:
+        most: rows of a micro-batch.
+        rows: of all ranks.
+        ranks: data ranks, which hold different rows.
+    """
+    micro_batches = max(1, -(-rows // (most * ranks)))
+    return max(1, -(-rows // (micro_batches * ranks)))
+
+
 WHOLE = RowShape()
 """Of a rank that shares nothing."""

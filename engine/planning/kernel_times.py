@@ -64,6 +64,7 @@ def kernel_times(
     Raises:
         UserError: the model's sizes do not fit the layout.
     """
+    workload = workload.on(layout)
     machine = machine.graphed() if workload.graphed else machine
     model, microbatches = rank_model(workload, layout.parallel), workload.num_microbatches(layout)
     counts: dict[tuple[tuple[str, str], Launch], int] = {}

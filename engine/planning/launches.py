@@ -22,6 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from engine.document_levels import call_costs, level_calls
 from engine.kernels.codec import PLAIN
 from engine.kernels.records import AdapterPlace, AdapterSection, Documents, InputUpdate
 from engine.ops.attention.blocks import AttentionBlocks
@@ -32,6 +33,7 @@ from engine.planning.attention_speeds import BLOCK, AttentionShape
 from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import shape_torch_attention
 from engine.quantization.encoding import encoding
+from engine.spans import Block
 
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
 _UNTOUCHED = frozenset(
@@ -102,14 +104,17 @@ class LaunchCounter(EagerMode):
 
     Args:
         packed: whether several documents share a row, which another kernel attends to.
+        merges: whether attention takes a call more for each level of documents that others continue, as flash kernels
+            do; False where one call sees all of their keys.
 
     Attributes:
         launches: in their order, without those of `weights`.
         weights: of the gradients of weights that train in full, which a schedule may put off.
     """
 
-    def __init__(self, *, packed: bool = False) -> None:
+    def __init__(self, *, packed: bool = False, merges: bool = False) -> None:
         super().__init__()
+        self._merges = merges
         self._attention = "packed attention" if packed else "attention"
         self.launches: list[Launch] = []
         self.weights: list[Launch] = []
@@ -203,17 +208,23 @@ class LaunchCounter(EagerMode):
 
         def counted(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
             pairs = sum(length * (length + 1) / 2 for length in documents.lengths)
-            width = q.shape[1] * q.shape[2]
+            width, calls = q.shape[1] * q.shape[2], level_calls(documents.lengths, documents.parents)
+            if not self._merges:
+                pairs += sum(block.query.length * block.key.length for call in calls for block in call)
             moved = 2 * _moved((q,)) + _moved((k, v))
             shape = _documents(documents.lengths, q.shape[1], q.shape[2])
 
             # reads q, k, v, the output and its gradient; writes three gradients; dq is summed in fp32
             one = partial(Launch, kind=self._attention, attention=shape)
-            back = one("attention backward", 2 * moved + 8 * q.numel(), 10 * pairs * width, count=3)
+            back = [one("attention backward", 2 * moved + 8 * q.numel(), 10 * pairs * width, count=3)]
             with self._one_kernel():
                 out = function(q, k, v, documents, scale=scale)
             self.launches.append(one("attention forward", moved, 4 * pairs * width))
-            noted: Tensor = _WhenBackward.apply(out, partial(self.launches.append, back))
+            if self._merges and calls:
+                of_levels = [_level(call, q, k, self._attention) for call in calls]
+                self.launches += [one for forward, _ in of_levels for one in forward]
+                back += [one for _, backward in of_levels for one in backward]
+            noted: Tensor = _WhenBackward.apply(out, partial(self.launches.extend, back))
             return noted
 
         return counted
@@ -397,6 +408,30 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         half = len(operands) // 2 if name == "_foreach_copy_" else 1
         operands = operands[half:]
     return Launch(name, _moved(operands) + _moved(results or _tensors(given[0])))
+
+
+def _level(call: Sequence[Block], q: Tensor, k: Tensor, kind: str) -> tuple[list[Launch], list[Launch]]:
+    """Returns the launches of a call of a flash kernel for documents that others continue, forward and backward: the
+    kernel's, and those that gather its tokens and merge its results, by the counts of `engine.document_levels`."""
+    heads, head_dim, item = q.shape[1], q.shape[2], q.element_size()
+    queries, keys = (sum(getattr(block, side).length for block in call) for side in ("query", "key"))
+    pairs = sum(block.query.length * block.key.length for block in call)
+    own, both = queries * heads * head_dim * item, keys * k.shape[1] * head_dim * item * 2
+    shape = AttentionShape(
+        length=sum(block.query.length * block.key.length**2 for block in call) / pairs,
+        head_dim=head_dim,
+        blocks=heads * sum(-(-block.query.length // BLOCK) for block in call),
+        causal=False,
+    )
+    one = partial(Launch, kind=kind, attention=shape)
+    ahead, back = call_costs(gathered=len(call) > 1)
+    width = heads * head_dim
+    forward = one("attention forward", 2 * own + both, 4.0 * pairs * width)
+    backward = one("attention backward", 4 * own + 2 * both + 8 * queries * width, 10.0 * pairs * width, count=3)
+    return (
+        [forward, Launch("attention merge", ahead.copies * own, count=ahead.launches - forward.count)],
+        [backward, Launch("attention merge", back.copies * own, count=back.launches - backward.count)],
+    )
 
 
 def _documents(lengths: Sequence[int], heads: int, head_dim: int) -> AttentionShape:

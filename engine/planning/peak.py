@@ -144,6 +144,7 @@ def predict_static(workload: Workload, layout: Layout) -> list[PeakEstimate]:
 
 
 def _ranks(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[_Rank]:
+    workload = workload.on(layout)
     model = rank_model(workload, layout.parallel)
     plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
     return [_Rank(workload, layout, memory, model, plan, rank) for rank in range(layout.parallel.pipeline)]

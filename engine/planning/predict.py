@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from engine.config.distillation import BASE
 from engine.config.run import RunConfig
@@ -14,6 +15,7 @@ from engine.ops.backends import backend_name
 from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
 from engine.planning.rank_layout import Companion, Layout, Routing, Samples, Workload
+from engine.planning.shared_rows import AlikeDocuments, RowSharing
 from engine.seams import resolve
 
 
@@ -25,6 +27,7 @@ def workload_of(
     device_type: str,
     prompt: int | None = None,
     completion: int | None = None,
+    sharing: RowSharing | None = None,
 ) -> Workload:
     """Returns what a configuration trains.
 
@@ -33,7 +36,8 @@ def workload_of(
         decoder: of its model.
         plan: its modules' adapters and trained weights; see engine.training.module_plan.
         device_type: "cuda" or "cpu".
-        prompt, completion: as of `samples_of`.
+        prompt, completion: as of `samples_of`; of answers that are compared, `prompt` are the tokens of their question.
+        sharing: whether rows compute the beginnings of documents once, see engine.training.prefixes; None for not.
 
     Raises:
         UserError: a backend that is not known, or completions that do not fit a row.
@@ -44,6 +48,7 @@ def workload_of(
         rows, document = -(-rows // max(1, row // samples.tokens)), samples.tokens
     elif samples is not None:
         row = document = samples.tokens
+    alike = None if sharing is None else _alike(config, sharing, samples, prompt)
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")
@@ -76,7 +81,30 @@ def workload_of(
         block_losses=0 if not distils else _WHOLE_BLOCKS if whole else _STORED_BLOCKS,
         keeps_outputs=distils and whole,
         graphed=config.memory.cuda_graph != "none",
+        alike=alike,
     )
+
+
+def _alike(
+    config: RunConfig, sharing: RowSharing, samples: Samples | None, prompt: int | None
+) -> AlikeDocuments | None:
+    """Returns the documents of a step that begin alike, as far as is known: completions of a prompt, where no
+    environment makes another one of each; answers to a question of so many tokens."""
+    rows, kind = config.train.global_batch_size, config.objective.kind
+    room: dict[str, Any] = {
+        "sharing": sharing, "capacity": config.row_length, "packing": config.data.packing is True
+    }  # fmt: skip
+    if samples is not None:
+        options, members = samples.options, samples.options.num_generations
+        if options.environment is not None or options.agent is not None or rows % members:
+            return None
+        return AlikeDocuments(
+            groups=rows // members, members=members, common=samples.prompt, own=samples.completion, **room
+        )
+    longest = config.data.seq_length
+    if kind.group == 1 or prompt is None or prompt >= longest:
+        return None
+    return AlikeDocuments(groups=rows, members=kind.group, common=prompt, own=longest - prompt, is_sample=True, **room)
 
 
 _STORED_BLOCKS, _WHOLE_BLOCKS = 6, 12

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
+from engine.branches import Parents
 from engine.choices import EntropyUse
 from engine.config.parallel import ParallelOptions
 from engine.config.rollout import RolloutOptions
+from engine.data.row_shape import evened, round_up
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
+from engine.planning.shared_rows import AlikeDocuments, SharedRows
 
 if TYPE_CHECKING:
     from engine.planning.machine import Machine
@@ -227,6 +230,10 @@ class Workload:
         graphed: whether micro-batches are replayed as CUDA graphs, which costs the host no time.
         tenants: runs on one base that share a micro-batch, each with adapters like those of the plan; 0 where the
             model is one run's own.
+        alike: documents of which rows compute beginnings once, as far as a layout's ranks allow; None for none, and
+            in the workload of a layout (`on`), which has its rows.
+        tree: lengths and parents of the documents of each row, where some continue others; see `engine.branches`.
+        trained_tokens: of a step, each document with its beginning, where they are not those of its rows; else 0.
     """
 
     decoder: DecoderConfig
@@ -258,6 +265,31 @@ class Workload:
     keeps_outputs: bool = False
     graphed: bool = False
     tenants: int = 0
+    alike: AlikeDocuments | None = None
+    tree: tuple[tuple[int, ...], Parents] = ((), ())
+    trained_tokens: int = 0
+
+    def shared_rows(self, layout: Layout) -> SharedRows | None:
+        """Returns the rows that compute beginnings once under a layout; None where none do."""
+        return None if self.alike is None else self.alike.rows(layout.data)
+
+    def on(self, layout: Layout) -> Workload:
+        """Returns the workload with the rows that it has under a layout."""
+        rows, parallel = self.shared_rows(layout), layout.parallel
+        if rows is None:
+            return self
+        assert self.alike is not None
+        return replace(
+            self,
+            alike=None,
+            micro_batch=evened(self.micro_batch, rows.count, layout.data),
+            global_batch=rows.count,
+            seq_length=round_up(rows.length, parallel.tensor * (2 * parallel.context if parallel.context > 1 else 1)),
+            longest_document=self.alike.common + self.alike.own,
+            packed=True,
+            tree=(rows.lengths, rows.parents),
+            trained_tokens=rows.alone,
+        )
 
     @property
     def document_length(self) -> int:
@@ -294,7 +326,7 @@ class Workload:
     def step_tokens(self) -> int:
         """Tokens that a step trains on, over all ranks."""
         if self.samples is None:
-            return self.global_batch * self.seq_length
+            return self.trained_tokens or self.global_batch * self.seq_length
         return self.samples.batch * self.samples.tokens * self.iterations // self.samples.steps
 
     @property

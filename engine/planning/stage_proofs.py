@@ -30,7 +30,7 @@ class StageProofs:
 
     def check(self, layout: Layout) -> None:
         """Raises UserError where the stages of a layout are not the model."""
-        workload, parallel = self._workload, layout.parallel
+        workload, parallel = self._workload.on(layout), layout.parallel
         decoder = workload.decoder
         if parallel.pipeline == 1 or decoder.proof is None:
             return

@@ -323,6 +323,7 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
+    workload = workload.on(layout)
     samples = _samples(workload, layout, machine)
     machine = machine.graphed() if workload.graphed else machine
     model = rank_model(workload, layout.parallel)

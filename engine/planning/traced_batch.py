@@ -1,14 +1,16 @@
-"""The micro-batch that a piece of a model is traced with, on the meta device: full rows of documents of one length, as
-many tiles of images as the workload has, and the rows that ranks send each other for their experts."""
+"""The micro-batch that a piece of a model is traced with, on the meta device: full rows of documents of one length, or
+of documents that continue others, as many tiles of images as the workload has, and the rows that ranks send each other
+for their experts."""
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
 from engine.batch import Batch, BatchPart
+from engine.branches import Parents, shifted
 from engine.distributed.mesh import Counts, ExpertRows
 from engine.models.decoder_config import ExampleRows
 from engine.planning.rank_layout import Routing, Workload
@@ -18,11 +20,16 @@ META = torch.device("meta")
 
 
 def batch(workload: Workload, ranks: int) -> Batch:
-    """Makes full rows of documents of one length, the last of a row as long as fits; for the first context rank."""
+    """Makes full rows of documents of one length, or of the workload's tree, the last of a row as long as fits; for the
+    first context rank."""
     rows = example_rows(workload, ranks)
-    shape, lengths = rows.shape, rows.document_lengths
+    shape, lengths, parents = rows.shape, rows.document_lengths, _parents(workload)
     whole = ContextLayout.even(
-        size=ranks, num_rows=workload.micro_batch, row_length=workload.seq_length, document_lengths=lengths
+        size=ranks,
+        num_rows=workload.micro_batch,
+        row_length=workload.seq_length,
+        document_lengths=lengths,
+        document_parents=parents,
     )
     numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
     return Batch(
@@ -33,6 +40,7 @@ def batch(workload: Workload, ranks: int) -> Batch:
         loss_weights_BS=weights,
         document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
         document_lengths=lengths,
+        document_parents=parents,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
     ).with_parts(*_parts(workload, rows))
 
@@ -40,12 +48,22 @@ def batch(workload: Workload, ranks: int) -> Batch:
 def example_rows(workload: Workload, ranks: int) -> ExampleRows:
     """Returns the rows that the micro-batch has for the first of so many context ranks."""
     length, document = workload.seq_length, workload.document_length
-    rest = (length % document,) if length % document else ()
+    of_row = (document,) * (length // document) + ((length % document,) if length % document else ())
+    if tree := workload.tree[0]:
+        of_row = (*tree[:-1], length - sum(tree[:-1]))
     return ExampleRows(
         shape=(workload.micro_batch, sum(span.length for span in rank_columns(length, ranks, 0))),
-        document_lengths=((document,) * (length // document) + rest) * workload.micro_batch,
+        document_lengths=of_row * workload.micro_batch,
         tiles=workload.tiles,
         ranks=ranks,
+    )
+
+
+def _parents(workload: Workload) -> Parents:
+    """Returns the document that each of a micro-batch continues; () where none does."""
+    parents = workload.tree[1]
+    return tuple(
+        chain.from_iterable(shifted(parents, len(parents), row * len(parents)) for row in range(workload.micro_batch))
     )
 
 

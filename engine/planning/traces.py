@@ -329,7 +329,7 @@ class _Tracer:
         self._away, self._recording = _UncountedTransfer(), Recording()
         self._exchanged: list[int] = []
         """Bytes of each exchange of rows for experts since the last look."""
-        self._counter = LaunchCounter(packed=workload.packs_documents)
+        self._counter = LaunchCounter(packed=workload.packs_documents, merges=workload.device_type == "cuda")
         self._layout = counted_layout(shape_layout(workload, parallel, self._on_receive), self._counter)
         self._batch = partial(traced_batch.batch, workload, parallel.context)
         with self._recording:

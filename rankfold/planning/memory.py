@@ -144,7 +144,8 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         "--prompt-length",
         type=read_length,
         metavar="TOKENS",
-        help="length of the prompts of grpo, also with --config (default: what completions leave of a row)",
+        help="length of the prompts of grpo, or of the questions of pairs of answers, also with --config (default: "
+        "what completions leave of a row; questions are not assumed to be alike)",
     )
     work.add_argument(
         "--completion-length",

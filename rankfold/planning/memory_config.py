@@ -29,6 +29,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.training.base_encoding import stacks_sentence
 from engine.training.module_plan import decoder_in_training, training_plan
+from engine.training.prefixes import choose_sharing
 from rankfold.planning import answer_record, time_by_kernel
 from rankfold.planning.memory_measure import measure
 from rankfold.planning.memory_question import GIB, machine_of, read_config
@@ -119,7 +120,8 @@ def _workload(config: RunConfig, device_type: str, **lengths: int | None) -> Wor
     family, text = family_of(hf_config, config.model.implementation)
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
-    return workload_of(config, decoder, plan, device_type=device_type, **lengths)
+    sharing = choose_sharing(config, decoder)
+    return workload_of(config, decoder, plan, device_type=device_type, sharing=sharing, **lengths)
 
 
 def _measured(config: RunConfig, candidate: Candidate) -> str:

@@ -39,6 +39,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.telemetry.progress import Progress
 from engine.training.module_plan import block_linears, decoder_in_training, training_plan
+from engine.training.prefixes import choose_sharing
 
 GIB = 2**30
 PLACES = ("weights", "optimizer", "activations")
@@ -198,7 +199,8 @@ def answer_for(
         beside: frozen parameters of other parts than the decoder.
         tiles_per_row: tiles of images in a row, for a model with vision.
         document_length: tokens of the documents of a row; None for the objective's own.
-        prompt_length: tokens of a prompt, of an objective that samples; None for what completions leave of a row.
+        prompt_length: tokens of a prompt, of an objective that samples, None for what completions leave of a row; of
+            answers that are compared, tokens of their question, None for none that both have in common.
         node_size: devices of a machine; None for those that the speeds are of.
         tries: whether a layout is tried; None for all.
 
@@ -212,7 +214,8 @@ def answer_for(
     if node_size is not None:
         chosen = replace(chosen, node_size=node_size)
     device_type = "cpu" if machine == "cpu" else "cuda"
-    workload = workload_of(config, decoder, plan, device_type=device_type, prompt=prompt_length)
+    sharing = choose_sharing(config, decoder)
+    workload = workload_of(config, decoder, plan, device_type=device_type, prompt=prompt_length, sharing=sharing)
     longest = workload.longest_document if document_length is None else document_length
     tiles = usual_tiles(decoder, config.train.micro_batch_size * tiles_per_row)
     workload = replace(workload, beside=beside, longest_document=longest, tiles=tiles)

@@ -114,11 +114,12 @@ def time_lines(candidate: Candidate, machine: Machine, devices: int) -> list[str
         f"pipeline bubble {found.likely.bubble:.1%}"
     ]
     if machine.sheet:
-        share = time_report.shares(found, model_flops(candidate.workload) / devices, machine.sheet)
+        share = time_report.shares(found, model_flops(candidate.workload.on(candidate.layout)) / devices, machine.sheet)
         lines.append(
             f"speed: {share} of the data sheet's {machine.sheet:,.0f} TFLOP/s in 16 bits, counting the model's own "
             "arithmetic"
         )
+    lines += time_report.shared(candidate, machine, found.likely)
     if (samples := candidate.workload.samples) is not None:
         lines += time_report.sampling(found, samples, devices) + time_report.judges(samples)
     elif found.likely.teachers:

@@ -28,7 +28,8 @@ def report(candidate: Candidate, machine: Machine) -> str:
         machine: whose speeds count.
     """
     machine = machine.graphed() if candidate.workload.graphed else machine
-    workload, layout, memory = candidate.workload, candidate.layout, candidate.memory
+    layout, memory = candidate.layout, candidate.memory
+    workload = candidate.workload.on(layout)
     rows = kernel_times(workload, layout, memory, machine)
     kernels = sum(one.seconds for one in rows)
     time = candidate.time

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from engine.planning.kernel_times import kernel_times
 from engine.planning.machine import Machine, bounds
 from engine.planning.rank_layout import Samples, SamplesCost
 from engine.planning.search import Candidate
-from engine.planning.step_time import StepRange, StepTime, predict_range
+from engine.planning.step_time import StepRange, StepTime, predict_range, predict_time
 from engine.telemetry.format import counted
 
 
@@ -77,6 +78,35 @@ def host(time: StepTime) -> str:
             "memory.cuda_graph, or more tokens in a micro-batch, would save that"
         )
     return f"host: {time.host:.2g} s of launching, hidden behind computing"
+
+
+def shared(candidate: Candidate, machine: Machine, found: StepTime) -> list[str]:
+    """Returns the lines on beginnings that rows compute once: tokens, and the time, launches and bytes of training,
+    beside those of rows that compute each; none where nothing is shared.
+
+    Args:
+        candidate: with its layout.
+        machine: whose speeds count.
+        found: the candidate's time.
+    """
+    workload, layout, memory = candidate.workload, candidate.layout, candidate.memory
+    rows, alike = workload.shared_rows(layout), workload.alike
+    if rows is None or alike is None:
+        return []
+    apart = replace(workload, alike=None)
+    alone = predict_time(apart, layout, memory, machine)
+    faster = (alone.step - alone.sampling) / (found.step - found.sampling)
+    what = f"questions of {alike.members} answers" if alike.is_sample else f"prompts of {alike.members} completions"
+    (launches, nbytes), (more, moved) = (
+        (sum(one.count * one.launch.count for one in kernels), sum(one.nbytes for one in kernels))
+        for kernels in (kernel_times(each, layout, memory, machine) for each in (workload, apart))
+    )
+    return [
+        f"shared: {what} computed once: {rows.alone / rows.tokens:.1f}x fewer tokens, {rows.tokens:,} in "
+        f"{counted(rows.count, 'row')} for {rows.alone:,}; training takes 1/{faster:.1f} of the time",
+        f"a rank's passes have {launches:,} launches and move {nbytes / 1e9:.3g} GB, with each beginning by itself "
+        f"{more:,} and {moved / 1e9:.3g} GB",
+    ]
 
 
 def sampling(found: StepRange, samples: Samples, devices: int) -> list[str]:

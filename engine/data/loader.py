@@ -26,7 +26,7 @@ from engine.config.train import LastBatch
 from engine.data.collate import pin, rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
-from engine.data.row_shape import WHOLE, RowShape, round_up
+from engine.data.row_shape import WHOLE, RowShape, evened, round_up
 from engine.errors import UserError
 
 Built = TypeVar("Built")
@@ -162,6 +162,14 @@ def _ahead(build: Callable[[int], Built], numbers: Iterable[int], num_workers: i
     finally:
         # at the interpreter's end the threads have been joined, and what cancelling needs is gone
         pool.shutdown(wait=True, cancel_futures=not sys.is_finalizing())
+
+
+def with_even_rows(shape: RowShape, dataset: TokenDataset) -> RowShape:
+    """Returns the shape for a data set that is read as one batch. Rows that share beginnings are few, and would leave
+    much of a micro-batch to padding: a micro-batch has fewer of them then."""
+    if dataset.rows.reused is None:
+        return shape
+    return replace(shape, micro_batch_size=evened(shape.micro_batch_size, len(dataset), shape.data_size))
 
 
 class EvalLoader:

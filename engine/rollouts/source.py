@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.data.loader import DataLoader
+from engine.data.loader import DataLoader, with_even_rows
 from engine.data.row_shape import round_up
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -565,15 +565,12 @@ class RolloutSource:
     def _row_loader(self, dataset: TokenDataset) -> DataLoader:
         """Returns the loader that makes one global batch of all rows, filled up so that every rank has as many
         micro-batches."""
-        device, mesh, micro = (
-            self._training.stages.step.device,
-            self._training.mesh,
-            self._config.train.micro_batch_size,
-        )
+        device, mesh = self._training.stages.step.device, self._training.mesh
+        shape = with_even_rows(shape_on_mesh(self._config, device, mesh), dataset)
         return DataLoader(
             dataset,
-            shape_on_mesh(self._config, device, mesh),
-            global_batch_size=round_up(len(dataset), micro * mesh.dp.size),
+            shape,
+            global_batch_size=round_up(len(dataset), shape.micro_batch_size * mesh.dp.size),
             seed=0,
             shuffle=False,
             num_workers=0,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.batch import IGNORE_LABEL
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.data.loader import EvalLoader
+from engine.data.loader import EvalLoader, with_even_rows
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
 from engine.layers.host_copies import HostCopy, sent
@@ -46,7 +46,7 @@ def token_logps(
     length = dataset.seq_length
     loader = EvalLoader(
         dataset,
-        shape_on_mesh(config, device, mesh),
+        with_even_rows(shape_on_mesh(config, device, mesh), dataset),
         num_workers=config.data.num_workers,
         pin_memory=device.type == "cuda",
     )

@@ -63,11 +63,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
     return folder
 
 
-def _run(workspace: Path, name: str, layout: str, share: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _run(
+    workspace: Path, name: str, layout: str, share: str, *options: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     data, arguments = OBJECTIVES[name]
     ranks, split = LAYOUTS[layout]
-    out = f"{name}-{layout}-{share}".replace(" ", "-")
-    more = [*ROWS, *arguments, *split, "--data.share_prefixes", share]
+    out = "-".join((name, layout, share, *options)).replace(" ", "-")
+    more = [*ROWS, *arguments, *split, "--data.share_prefixes", share, *options]
     settings = {
         "objective.reference": "base",
         "lora.init_from": "null",
@@ -92,4 +94,17 @@ def test_sharing_changes_nothing(name: str, layout: str, workspace: Path) -> Non
         if figure in plain:
             assert shared[figure] == pytest.approx(plain[figure], rel=1e-5, abs=1e-6), figure
     errors = {key: ((adapter[key] - value).norm() / value.norm()).item() for key, value in plain_adapter.items()}
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_dropout_of_shared_tokens_is_the_same_in_every_layout(layout: str, workspace: Path) -> None:
+    dropout = ["--lora.dropout", "0.2"]
+    one, one_adapter = _run(workspace, "dpo packed", "one-process", "on", *dropout)
+    other, adapter = _run(workspace, "dpo packed", layout, "on", *dropout)
+    without, _ = _run(workspace, "dpo packed", "one-process", "on")
+    assert abs(one["grad_norm"] - without["grad_norm"]) > 1e-3 * without["grad_norm"], "nothing was dropped"
+    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    errors = {key: ((adapter[key] - value).norm() / value.norm()).item() for key, value in one_adapter.items()}
     assert max(errors.values()) < 1e-4, errors

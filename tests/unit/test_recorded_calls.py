@@ -83,11 +83,11 @@ def test_kernels_that_follow_each_other_are_one_step() -> None:
 def test_rows_are_put_only_where_they_have_no_gaps() -> None:
     """Other layouts are left to torch: a pool of every second row, and another dimension."""
     pool, places = torch.zeros(8, 2, 3), torch.tensor([3, 0])
-    rows, columns = torch.randn(2, 2, 3), torch.randn(8, 2, 1)
+    rows, columns = torch.randn(2, 2, 3), torch.randn(8, 2, 3)
 
     def run() -> tuple[Tensor, ...]:
         pool[::2].index_copy_(0, places, rows)
-        pool.index_copy_(2, places[1:], columns)
+        pool.index_copy_(1, places % 2, columns)
         return (pool.clone(),)
 
     recorded = CallCapture().capture(run, None)

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor, context": (4, {"parallel.tensor": 2, "parallel.context": 2}),
     "tensor, parameters": (4, {"parallel.tensor": 2, "parallel.shard": "parameters"}),
 }
-QUICK = ("tensor, pipeline", "context")
+QUICK = ("tensor, pipeline",)
 
 
 def expected(folder: Path, changes: dict[str, object]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor, pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 1}),
     "tensor, parameters": (4, {"parallel.tensor": 2, "parallel.shard": "parameters"}),
 }  # fmt: skip
-QUICK = ("tensor, pipeline", "tensor, parameters")
+QUICK = ("tensor, parameters",)
 BETAS = (0.0, 0.5, 1.0)
 
 

@@ -14,6 +14,7 @@ import pytest
 from engine.config.load import load_config
 from engine.training.trainer import train
 from tests.support.commands import losses, options, run_tool
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -67,7 +68,7 @@ def _losses(settings: dict[str, object], ranks: int = 0) -> dict[int, float]:
     return losses(Path(str(settings["checkpoint.dir"])))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS, ("packed", "concatenated", "dpo")))
 def test_a_short_batch_is_a_batch_of_its_rows(
     kind: str, tmp_path: Path, stories_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ for the product would round B and H as it rounds its operands.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -89,20 +90,32 @@ class EncodedWeight:
         """Returns x [T, I] as such codes."""
         return quantized_rows(x, self.weight)
 
-    def product(self, x: Tensor | RowCodes, low_rank: LowRank | None) -> Tensor:
+    def product(
+        self,
+        x: Tensor | RowCodes,
+        low_rank: LowRank | None,
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm,
+    ) -> Tensor:
         """Returns x W^T, [T, O], or [x | H] [W | B]^T for an x [T, I + E].
 
         Args:
             x: in numbers; or in codes, where products take them.
             low_rank: the adapters whose B stand beside W, where there are columns for them.
+            multiply: the backend's product, for weights that are decoded.
         """
         if isinstance(x, RowCodes):
             return product_of_rows(x, self.weight, self.dtype)
-        return product(x, self.weight, self._memory(low_rank, x.shape[1]))
+        return product(x, self.weight, self._memory(low_rank, x.shape[1]), multiply)
 
-    def input_gradient(self, dy_TO: Tensor, low_rank: LowRank | None, num_columns: int) -> Tensor:
-        """Returns dY W, [T, num_columns], or dY [W | B] for num_columns I + E."""
-        return input_gradient(dy_TO, self.weight, self._memory(low_rank, num_columns))
+    def input_gradient(
+        self,
+        dy_TO: Tensor,
+        low_rank: LowRank | None,
+        num_columns: int,
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm,
+    ) -> Tensor:
+        """Returns dY W, [T, num_columns], or dY [W | B] for num_columns I + E; `multiply` as in `product`."""
+        return input_gradient(dy_TO, self.weight, self._memory(low_rank, num_columns), multiply)
 
     def _memory(self, low_rank: LowRank | None, num_columns: int) -> Tensor | None:
         """Returns [O, num_columns] with B in place and W still to be decoded; None where products need no numbers."""

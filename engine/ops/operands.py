@@ -154,7 +154,7 @@ class LinearOperands:
     def base_product(self, x: Tensor | RowCodes, *, folded: bool) -> Tensor:
         """Returns x W^T, [T, O], or [x | H] [W | B]^T where folded."""
         if self.encoded is not None:
-            return self.encoded.product(x, self.low_rank)
+            return self.encoded.product(x, self.low_rank, self.kernels.product)
         assert isinstance(x, Tensor)
         return self.kernels.product(x, (self.extended_OE if folded else self.weight_OI).t())
 
@@ -162,7 +162,7 @@ class LinearOperands:
         """Returns dY W, [T, I], or dY [W | B] = [dX | dH / s | padding] where folded."""
         factor_OE = self.extended_OE if folded else self.weight_OI
         if self.encoded is not None:
-            return self.encoded.input_gradient(dy_TO, self.low_rank, factor_OE.shape[1])
+            return self.encoded.input_gradient(dy_TO, self.low_rank, factor_OE.shape[1], self.kernels.product)
         return self.kernels.product(dy_TO, factor_OE)
 
     def projection_in(self, buffer_TE: Tensor) -> Tensor:

@@ -194,7 +194,12 @@ def require_product_sizes(encoding: str, rows: int, columns: int, device: torch.
         )
 
 
-def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = None) -> Tensor:
+def product(
+    x_TK: Tensor,
+    weight: QuantizedWeight,
+    scratch_OK: Tensor | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm,
+) -> Tensor:
     """Computes y = x W^T, [T, O] in x's dtype; with a scratch [W | B], [x | H] [W | B]^T.
 
     Args:
@@ -202,9 +207,10 @@ def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = N
         weight: the frozen weight.
         scratch_OK: [O, I + E] in x's dtype, whose first I columns are overwritten; new, without E, where None. Not
             used by e4m3 weights.
+        multiply: the backend's product, for decoded weights.
     """
     if weight.is_decoded:
-        return x_TK @ _decoded(weight, x_TK, scratch_OK).t()
+        return multiply(x_TK, _decoded(weight, x_TK, scratch_OK).t())
     if weight.by_row:
         return product_of_rows(quantized_rows(x_TK, weight), weight, x_TK.dtype)
     codes, scales = weight.parts["codes"], weight.parts["scales"]
@@ -220,15 +226,20 @@ def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = N
     return y
 
 
-def input_gradient(dy_TO: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = None) -> Tensor:
+def input_gradient(
+    dy_TO: Tensor,
+    weight: QuantizedWeight,
+    scratch_OK: Tensor | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm,
+) -> Tensor:
     """Computes dX = dY W, [T, I] in dY's dtype; with a scratch [W | B], dY [W | B].
 
     Args:
         dy_TO: [T, O].
-        weight, scratch_OK: as in `product`.
+        weight, scratch_OK, multiply: as in `product`.
     """
     if weight.is_decoded:
-        return dy_TO @ _decoded(weight, dy_TO, scratch_OK)
+        return multiply(dy_TO, _decoded(weight, dy_TO, scratch_OK))
     codes, scales = weight.parts["codes"], weight.parts["scales"]
     quantize = weight.operands.quantize_rows if weight.by_row else weight.operands.quantize_matrix
     q, scale = quantize(dy_TO, scales)

@@ -47,7 +47,7 @@ class CallCapture:
 
     def capture(self, function: Captured, pool: Any) -> RecordedCalls:
         recorder = _Recorder()
-        with _Refusal(), recording(recorder.native), recorder:
+        with _Refusal(), recording(recorder.native, recorder.kept.append), recorder:
             outputs = function()
         return RecordedCalls(recorder, outputs)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.native.convolution import conv_forward
 from engine.kernels.native.norm import rmsnorm_forward
 from engine.kernels.native.product import multiply_few_rows
+from engine.kernels.native.recurrence import _table, run_table
 from engine.layers.recorded_calls import CallCapture
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -78,6 +83,26 @@ def test_kernels_that_follow_each_other_are_one_step() -> None:
     recorded.replay()
     recorded.replay()
     assert torch.equal(recorded.outputs[0], run()[0])
+
+
+class _Runs(NamedTuple):
+    lengths: tuple[int, ...]
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+
+
+def test_tensors_that_calls_point_to_are_kept() -> None:
+    """Also those of which torch hears nothing while they are recorded: a weight, and a table that is cached."""
+    x, weights, runs = torch.randn(2, 8), [torch.randn(8, 3)], _Runs((1, 1))
+    table, weight = weakref.ref(run_table(runs)), weakref.ref(weights[0])
+    recorded = CallCapture().capture(lambda: (conv_forward(x, weights[0], None, runs, None, activation="silu"),), None)
+    weights.clear()
+    _table.cache_clear()
+    gc.collect()
+    assert table() is not None and weight() is not None
+    del recorded
+    gc.collect()
+    assert table() is None and weight() is None
 
 
 def test_rows_are_put_only_where_they_have_no_gaps() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.native.loader import KEEPING
 from engine.kernels.records import InputUpdate
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -18,6 +19,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 def type_number(tensor: Tensor) -> int:
     """Returns the launchers' number of the tensor's dtype."""
     return DTYPES.index(tensor.dtype)
+
+
+def pointer(tensor: Tensor) -> int:
+    """Returns the address of a tensor, which a recording keeps: nothing else may hold it until the replays, as a table
+    that is cached."""
+    if (keep := KEEPING.get()) is not None:
+        keep(tensor)
+    return int(tensor.data_ptr())
 
 
 def matrix(
@@ -30,7 +39,7 @@ def matrix(
     assert columns is None or width == columns, (flat.shape, columns)
     assert rows is None or height == rows, (flat.shape, rows)
     assert column == 1 or width <= 1, flat.stride()
-    return tensor.data_ptr(), row
+    return pointer(tensor), row
 
 
 def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -38,7 +47,7 @@ def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: 
     assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, dtype, tensor.device)
     assert tensor.shape == (tokens, num_heads, head_dim), (tensor.shape, tokens, num_heads, head_dim)
     assert tensor.stride(2) == 1 or head_dim <= 1 or tensor.numel() == 0, tensor.stride()
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+    return pointer(tensor), tensor.stride(0), tensor.stride(1)
 
 
 def optional_matrix(tensor: Tensor | None, columns: int, rows: int, *, dtype: torch.dtype) -> tuple[int | None, int]:
@@ -50,7 +59,7 @@ def vector(tensor: Tensor, length: int, dtype: torch.dtype = torch.float32) -> i
     """Returns the pointer of a dense tensor of `length` elements."""
     assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, tensor.device)
     assert tensor.numel() == length and tensor.is_contiguous(), (tensor.shape, tensor.stride(), length)
-    return int(tensor.data_ptr())
+    return pointer(tensor)
 
 
 def optional_vector(tensor: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> int | None:
@@ -76,7 +85,7 @@ def optional_bits(bits: Tensor | None, columns: int, rows: int) -> tuple[int | N
         return None, 0
     assert bits.dtype is torch.uint8 and bits.is_cpu, (bits.dtype, bits.device)
     assert bits.shape == (rows, bits_row_bytes(columns)) and bits.is_contiguous(), (bits.shape, rows, columns)
-    return bits.data_ptr(), bits.shape[1]
+    return pointer(bits), bits.shape[1]
 
 
 def update_arguments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.native.arguments import matrix, optional_vector, threads, type_number, vector
+from engine.kernels.native.arguments import matrix, optional_vector, pointer, threads, type_number, vector
 from engine.kernels.native.loader import library
 from engine.kernels.native.recurrence import Runs, run_table
 
@@ -36,9 +36,9 @@ def conv_forward(
     library().engine_conv_forward(
         *_call(x_TC, weight, table, activation),
         *matrix(x_TC, dtype=x_TC.dtype),
-        weight.data_ptr(),
+        pointer(weight),
         optional_vector(bias, x_TC.shape[1]),
-        None if before is None else before.data_ptr(),
+        None if before is None else pointer(before),
         y.data_ptr(),
     )
     return y
@@ -66,9 +66,9 @@ def conv_backward(
         *_call(x_TC, weight, table, activation),
         *matrix(dy, x_TC.shape[1], x_TC.shape[0], dtype=x_TC.dtype),
         *matrix(x_TC, dtype=x_TC.dtype),
-        weight.data_ptr(),
+        pointer(weight),
         optional_vector(bias, x_TC.shape[1]),
-        None if before is None else before.data_ptr(),
+        None if before is None else pointer(before),
         dx.data_ptr(),
         None if d_tail is None else d_tail.data_ptr(),
         optional_vector(weight_gradient, weight.numel()),
@@ -91,7 +91,7 @@ def _tail(x: Tensor, tail: Tensor | None, pieces: Runs, taps: int) -> Tensor | N
 def _call(x: Tensor, weight: Tensor, table: Tensor, activation: str | None) -> tuple[object, ...]:
     assert activation in (None, "silu"), activation
     assert weight.shape[0] == x.shape[1], (weight.shape, x.shape)
-    pointer = vector(table, table.numel(), torch.int64)
+    runs = vector(table, table.numel(), torch.int64)
     return (
-        threads(), type_number(x), table.shape[0], pointer, x.shape[1], weight.shape[1], int(activation == "silu"),
+        threads(), type_number(x), table.shape[0], runs, x.shape[1], weight.shape[1], int(activation == "silu"),
     )  # fmt: skip

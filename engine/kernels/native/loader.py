@@ -31,6 +31,8 @@ REMEDY = "run `python csrc/build.py` in the source tree, or install a C++ compil
 RECORDING: ContextVar[Callable[[str, tuple[Any, ...]], None] | None] = ContextVar("recording", default=None)
 """Takes the name and the arguments of each call of this thread; None where none is recorded. See
 engine.kernels.native.replay."""
+KEEPING: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("keeping", default=None)
+"""Takes each tensor whose pointer this thread gives to a call; None where none is recorded."""
 
 _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels import reference_quantize
 from engine.kernels.codec import Arithmetic
-from engine.kernels.native.arguments import threads, vector
+from engine.kernels.native.arguments import pointer, threads, vector
 from engine.kernels.native.loader import library
 from engine.kernels.reference_quantize import NF4_BLOCK, dynamic_map
 
@@ -22,7 +22,7 @@ def _rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
     """Returns pointer and row stride of a matrix whose rows have no gaps."""
     assert tensor.dtype in dtypes and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
     assert tensor.stride(1) == 1 or tensor.shape[1] <= 1, tensor.stride()
-    return tensor.data_ptr(), tensor.stride(0)
+    return pointer(tensor), tensor.stride(0)
 
 
 def _without_gaps(weight_OI: Tensor) -> Tensor:

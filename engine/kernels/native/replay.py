@@ -2,7 +2,7 @@
 
 A kernel's launcher takes numbers and pointers. Where these are the same each time, all that Python does around it is
 done once: tensors are checked and become pointers when the calls are recorded, and what lies at the pointers is what
-changes. The memory must stay, which is the recorder's concern (engine.layers.recorded_calls).
+changes. The memory must stay: the recorder keeps the tensors (engine.layers.recorded_calls).
 
 Some operations of torch that only move, add or scale numbers have a launcher here too, with the same bits, so that they
 need not stand between two calls.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.native.arguments import DTYPES, threads, type_number
-from engine.kernels.native.loader import RECORDING, bare_library, native_status
+from engine.kernels.native.loader import KEEPING, RECORDING, bare_library, native_status
 from engine.kernels.native.signatures import SIGNATURES
 
 _FLOATS = (ctypes.c_float, ctypes.c_double)
@@ -37,17 +37,19 @@ class NativeCall(NamedTuple):
 
 
 @contextmanager
-def recording(record: Callable[[NativeCall], None]) -> Iterator[None]:
-    """Hands each call of a launcher that this thread makes to `record`, after it was made."""
+def recording(record: Callable[[NativeCall], None], keep: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hands each call of a launcher that this thread makes to `record`, after it was made, and each tensor that such a
+    call points to to `keep`."""
 
     def made(launcher: str, arguments: tuple[Any, ...]) -> None:
         record(NativeCall(launcher, arguments))
 
-    token = RECORDING.set(made)
+    recorded, kept = RECORDING.set(made), KEEPING.set(keep)
     try:
         yield
     finally:
-        RECORDING.reset(token)
+        RECORDING.reset(recorded)
+        KEEPING.reset(kept)
 
 
 class Calls:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.native.loader import KEEPING
+from engine.kernels.native.loader import RECORDING
 from engine.kernels.records import InputUpdate
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -24,8 +24,8 @@ def type_number(tensor: Tensor) -> int:
 def pointer(tensor: Tensor) -> int:
     """Returns the address of a tensor, which a recording keeps: nothing else may hold it until the replays, as a table
     that is cached."""
-    if (keep := KEEPING.get()) is not None:
-        keep(tensor)
+    if (record := RECORDING.get()) is not None:
+        record.keep(tensor)
     return int(tensor.data_ptr())
 
 

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,21 @@ SOURCES = FOLDER.parents[2] / "csrc"
 
 REMEDY = "run `python csrc/build.py` in the source tree, or install a C++ compiler and then this package from its sdist"
 
-RECORDING: ContextVar[Callable[[str, tuple[Any, ...]], None] | None] = ContextVar("recording", default=None)
-"""Takes the name and the arguments of each call of this thread; None where none is recorded. See
-engine.kernels.native.replay."""
-KEEPING: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("keeping", default=None)
-"""Takes each tensor whose pointer this thread gives to a call; None where none is recorded."""
+
+class Record(NamedTuple):
+    """Takes down what kernels are called.
+
+    Args:
+        made: is given the name and the arguments of each call, after it was made.
+        keep: is given each tensor whose address is an argument, before.
+    """
+
+    made: Callable[[str, tuple[Any, ...]], None]
+    keep: Callable[[torch.Tensor], None]
+
+
+RECORDING: ContextVar[Record | None] = ContextVar("recording", default=None)
+"""Takes the calls of this thread; None where none is recorded. See engine.kernels.native.replay."""
 
 _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 
@@ -150,7 +160,7 @@ def bare_library() -> ctypes.CDLL:
 class _Recorded:
     """The library, which tells of each call after it was made."""
 
-    def __init__(self, loaded: ctypes.CDLL, record: Callable[[str, tuple[Any, ...]], None]) -> None:
+    def __init__(self, loaded: ctypes.CDLL, record: Record) -> None:
         self._loaded, self._record = loaded, record
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -158,6 +168,6 @@ class _Recorded:
 
         def call(*arguments: Any) -> None:
             function(*arguments)
-            record(name, arguments)
+            record.made(name, arguments)
 
         return call

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.native.arguments import DTYPES, threads, type_number
-from engine.kernels.native.loader import KEEPING, RECORDING, bare_library, native_status
+from engine.kernels.native.loader import RECORDING, Record, bare_library, native_status
 from engine.kernels.native.signatures import SIGNATURES
 
 _FLOATS = (ctypes.c_float, ctypes.c_double)
@@ -44,12 +44,11 @@ def recording(record: Callable[[NativeCall], None], keep: Callable[[Tensor], Non
     def made(launcher: str, arguments: tuple[Any, ...]) -> None:
         record(NativeCall(launcher, arguments))
 
-    recorded, kept = RECORDING.set(made), KEEPING.set(keep)
+    token = RECORDING.set(Record(made, keep))
     try:
         yield
     finally:
-        RECORDING.reset(recorded)
-        KEEPING.reset(kept)
+        RECORDING.reset(token)
 
 
 class Calls:

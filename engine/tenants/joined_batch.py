@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from engine.batch import Batch, BatchPart, Padding
+from engine.batch import Batch, BatchPart, Padding, SharedTokens
 from engine.branches import Parents, shifted
 from engine.tenants.span_adapters import Span
 from engine.zigzag import ContextLayout, ContextPlan, make_plan
@@ -28,9 +28,12 @@ class Joined(BatchPart):
 
 
 def can_join(batches: Sequence[Batch]) -> bool:
-    """Returns whether these can be one: they have nothing beside their tokens but padding and what the objective alone
-    reads, which gets it from the parts."""
-    return all(type(part) is Padding or part.for_loss_alone for batch in batches for part in batch.parts)
+    """Returns whether these can be one: they have nothing beside their tokens but padding, beginnings that documents
+    share, and what the objective alone reads, which gets it from the parts. The same on all ranks, of whose rows some
+    may share nothing."""
+    return all(
+        type(part) in (Padding, SharedTokens) or part.for_loss_alone for batch in batches for part in batch.parts
+    )
 
 
 def tokens_of(batch: Batch) -> int:
@@ -100,10 +103,12 @@ def join(parts: Sequence[tuple[int, Batch]]) -> Batch:
         context_plan=_joined_plan(batches),
     )
     spans = tuple(Span(tenant, first, last) for (tenant, _), first, last in zip(parts, starts, ends, strict=True))
-    padding = None
+    padding = counts = None
     if any(batch.part(Padding) for batch in batches):
         padding = Padding(padding_BS=torch.cat([_padding(batch) for batch in batches]).view(-1, columns))
-    return joined.with_parts(padding, Joined(spans=spans, batches=tuple(batches)))
+    if any(batch.part(SharedTokens) for batch in batches):
+        counts = SharedTokens(counts_BS=torch.cat([_counts(batch) for batch in batches]).view(-1, columns))
+    return joined.with_parts(padding, counts, Joined(spans=spans, batches=tuple(batches)))
 
 
 def _padding(batch: Batch) -> torch.Tensor:
@@ -112,3 +117,9 @@ def _padding(batch: Batch) -> torch.Tensor:
     return (
         torch.zeros_like(batch.tokens_BS, dtype=torch.bool).flatten() if found is None else found.padding_BS.flatten()
     )
+
+
+def _counts(batch: Batch) -> torch.Tensor:
+    """Returns fp32 [T], how many documents each token is a part of."""
+    found = batch.part(SharedTokens)
+    return torch.ones_like(batch.loss_weights_BS).flatten() if found is None else found.counts_BS.flatten()

@@ -312,6 +312,7 @@ class AdoptedBody(Decoder):
     def _run_rows(self, x: Tensor, context: TokenContext) -> Tensor:
         rows = context.part(Rows)
         assert rows is not None
+        assert not context.documents.has_branches, "a document cannot continue another; see branch_obstacle"
         if self.config.keeps_documents_apart:
             return self._run_body(x, rows, context)
         lengths = context.documents.lengths

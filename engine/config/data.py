@@ -10,7 +10,7 @@ from engine.config.option import IGNORED, REPORTED, option
 
 Format = Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"]
 Packing = bool | Literal["concatenate"]
-SharePrefixes = Literal["auto", "on", "off"]
+SharePrefixes = bool | Literal["auto"]
 Overlong = Literal["truncate", "cut", "drop", "error"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 OVERLONG: tuple[Overlong, ...] = get_args(Overlong)
@@ -42,8 +42,8 @@ class DataOptions:
             data.seq_length, where attention and positions ignore sample boundaries.
         share_prefixes: Compute the beginning that samples of a row have in common once: the prompt of a group of
             completions, the question of a pair of answers, a long system prompt. "auto" does so where at least a
-            twentieth of the tokens is saved, the model's layers allow it, and (of texts) data.packing is true; "on"
-            wherever anything is saved; "off" never. The loss and its gradients stay what they are; dropout drops the
+            twentieth of the tokens is saved, the model's layers allow it, and (of texts) data.packing is true; true
+            wherever anything is saved; false never. The loss and its gradients stay what they are; dropout drops the
             same of a shared token for all samples that share it.
         overlong: Handling of a sample longer than data.seq_length. "truncate" cuts off its end, "drop" skips it
             (both are counted and reported), "cut" splits it into several samples, "error" stops. With data.packing

@@ -22,7 +22,8 @@ from engine.batch import Batch
 from engine.branches import Parents, check_parents, depths
 from engine.layers import host_copies
 from engine.ops.attention.token_context import ContextPart
-from engine.zigzag import ContextLayout, Span, merged, rank_columns
+from engine.spans import Span, merged
+from engine.zigzag import ContextLayout, rank_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

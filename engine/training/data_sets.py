@@ -104,7 +104,7 @@ class DataSets:
 
         dataset = stored_dataset(path, tokenizer=self.tokenizer, **self._rows)
         # to find beginnings that are alike all of it is read, which a store is there to avoid
-        return self.sharing.rows(dataset) if self.config.data.share_prefixes == "on" else dataset
+        return self.sharing.rows(dataset) if self.config.data.share_prefixes is True else dataset
 
     @cached_property
     def sharing(self) -> PrefixSharing:

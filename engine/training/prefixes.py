@@ -56,14 +56,14 @@ def choose_sharing(config: RunConfig, decoder: DecoderConfig) -> PrefixSharing:
         UserError: beginnings cannot be shared as data.share_prefixes asks for.
     """
     wanted, kind = config.data.share_prefixes, config.objective.kind
-    if wanted == "off":
+    if wanted is False:
         return PrefixSharing(shares=False)
     packed = config.data.packing is True
     alike = kind.samples or kind.group > 1
     """Whether the data is of documents that begin alike, whatever they say."""
     why = _obstacle(config, decoder, has_others=packed or alike)
-    if why is not None and wanted == "on":
-        raise UserError(f"data.share_prefixes is on, but {why}: set data.share_prefixes to auto or off.")
+    if why is not None and wanted is True:
+        raise UserError(f"data.share_prefixes is true, but {why}: set data.share_prefixes to auto or false.")
     return PrefixSharing(
         shares=why is None,
         least_saved=LEAST_SAVED if wanted == "auto" else 0.0,
@@ -88,9 +88,13 @@ def _obstacle(config: RunConfig, decoder: DecoderConfig, *, has_others: bool) ->
         return "with data.packing concatenate a row is one document"
     if not has_others:
         return "with data.packing false a row holds one document"
+    if config.objective.name == "distillation" and not config.distillation.teachers:
+        return "records have a teacher's tokens at each of theirs"
     if _means_micro_batches(config):
         return "the loss is a mean over each micro-batch, whose completions would be others"
-    if config.distillation.whole and any(one != BASE and not is_server(one) for one in config.distillation.teachers):
+    # completions' teachers give single log-probabilities, of rows that share nothing
+    passes_over_rows = config.distillation.whole or not config.objective.kind.samples
+    if passes_over_rows and any(one != BASE and not is_server(one) for one in config.distillation.teachers):
         return "a teacher with layers of its own passes over the same rows"
     if config.memory.cuda_graph != "none":
         return f"the graphs of memory.cuda_graph {config.memory.cuda_graph} are captured for documents by themselves"

@@ -15,6 +15,7 @@ from engine.telemetry.metrics import RecordedEvaluation, recorded_evaluation
 from engine.telemetry.trackers import check_trackers
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import BestLoss
+from engine.training.prefixes import choose_sharing
 from engine.training.reports.run_metrics import tracker_choice
 from engine.training.resuming import StartingPoint
 from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source, start_adapter
@@ -55,6 +56,7 @@ def refuse_early(config: RunConfig, launch: Launch) -> tuple[ModelSource, ModelP
         check_room(config, plan, launch)
     start_adapter(config, source, plan)
     choose_for_device(config, launch.device, source.model.decoder)
+    choose_sharing(config, source.model.decoder)
     return source, plan
 
 

@@ -92,7 +92,7 @@ class Case:
         """Returns the rows of a kind, `EACH` or `ONCE`; of completions new ones."""
         if kind in self._rows:
             return self._rows[kind]
-        shares: SharePrefixes = "off" if kind == EACH else "auto"
+        shares: SharePrefixes = False if kind == EACH else "auto"
         config = replace(self._config, data=replace(self._config.data, share_prefixes=shares))
         if self.name == PAIRS:
             columns = Columns.of_documents(self._documents, group=2)

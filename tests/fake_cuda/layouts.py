@@ -91,7 +91,7 @@ GRPO = (
     f"{PACKED} --objective.name grpo --objective.beta 0.1 --rollout.rewards [exact_match] --rollout.num_generations 4 "
     "--rollout.max_completion_length 5 --rollout.slots 4 --rollout.top_p 0.9 --rollout.steps_per_generation 2"
 )
-SHARED = "--data.share_prefixes on"
+SHARED = "--data.share_prefixes true"
 LEVELS = ("calls of levels",)
 REPLAYS = ("graph replays",)
 ULYSSES = "--parallel.context_method ulysses"

@@ -189,7 +189,7 @@ def _dataset(config: RunConfig) -> TokenDataset:
     targets = np.ones(offsets[-1], dtype=bool)
     targets[offsets[:-1]] = False
     tokens = generator.integers(0, LLAMA["vocab_size"], size=offsets[-1], dtype=np.int32)
-    shares = config.data.share_prefixes == "on"
+    shares = config.data.share_prefixes is True
     for first in range(0, len(lengths), 4) if shares else ():
         for other in range(first + 1, first + 4):
             count = min(lengths[first], lengths[other], 24)

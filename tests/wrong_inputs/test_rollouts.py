@@ -56,6 +56,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "rollout.environment_timeout is 9 and rollout.agent",
     ),
     ({"rollout.endpoint": "h:80"}, "rollout.endpoint is set and rollout.agent is not"),
+    (
+        {"data.share_prefixes": "true", "objective.loss_type": "bnpo"},
+        "data.share_prefixes is true, but the loss is a mean over each micro-batch",
+    ),
     ({"rollout.tool_format": "xml"}, "rollout.tool_format is 'xml', but one of hermes, qwen_xml"),
     ({"rollout.server": "http://h/a b"}, "rollout.server is http://h/a b, but the address of a server"),
     ({"rollout.server": "10.0.0.7:8000"}, "rollout.server is 10.0.0.7:8000, but the address of a server"),

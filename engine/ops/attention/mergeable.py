@@ -106,6 +106,7 @@ class InOneCall:
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
     ) -> tuple[Tensor, Tensor]:
         assert documents.offsets is not None
+        assert documents.levels or not documents.has_branches, "branches need their levels on the device"
         longest = whole_blocks(documents.max_length)
         out, lse = flash_varlen_forward(q_THD, k_TKD, v_TKD, documents.offsets, longest, scale)
         for level in documents.levels:

@@ -24,9 +24,9 @@ class DatasetReport:
         documents: units kept; a .txt file gives several.
         pieces: documents after data.overlong cut; 0 where nothing was cut.
         rows: samples of the data order: units, or packs of them.
-        tokens: tokens of the kept units that rows have, without padding.
-        reused_tokens: tokens of these units beside them, which begin like others in their row and are in it once.
-        target_tokens: those of them that are trained on.
+        tokens: tokens that rows have, without padding.
+        reused_tokens: tokens of the kept units beside these: of units that begin like others, whose row has them once.
+        target_tokens: tokens of the kept units that are trained on.
         truncated: units that were kept without their ends.
         lost_tokens: tokens of these ends.
         longest: tokens of the longest unit as it was read; of a pair, of its longer side.
@@ -74,10 +74,11 @@ class DatasetReport:
         parts.append(counted(self.documents, self.unit))
         if self.pieces:
             parts.append(f"cut into {counted(self.pieces, 'piece')}")
-        parts.append(f"{counted(self.tokens, 'token')} ({self.target_tokens:,} trained on)")
+        tokens = self.tokens + self.reused_tokens
+        parts.append(f"{counted(tokens, 'token')} ({self.target_tokens:,} trained on)")
         if self.reused_tokens:
-            share = self.reused_tokens / (self.reused_tokens + self.tokens)
-            parts.append(f"{self.reused_tokens:,} more that begin like others, computed once ({share:.0%} saved)")
+            share = self.reused_tokens / tokens
+            parts.append(f"{self.reused_tokens:,} of them shared with other samples ({share:.0%} saved)")
         for count, what in (
             (self.truncated, "truncated"),
             (self.dropped_overlong, "dropped as too long"),

@@ -95,10 +95,10 @@ def _causal(documents: Documents) -> tuple[Block, ...]:
 
 @dataclass(frozen=True, slots=True)
 class InOneCall:
-    """All documents in one call of a flash kernel, with boundaries from the device, and one more for each level of
-    documents that others continue.
+    """All documents in one call of a flash kernel, with boundaries from the device, and further calls for the levels of
+    documents that others continue (`engine.document_levels`).
 
-    A level's tokens are gathered for its call: kernels differ in what they do for queries without keys, which lie
+    A call of several blocks has their tokens alone: kernels differ in what they do for queries without keys, which lie
     between the blocks. FlashAttention-2 writes a log sum exp of plus infinity, FlashAttention-3 one of minus infinity.
     """
 

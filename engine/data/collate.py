@@ -7,11 +7,12 @@ Legend: B rows (micro-batch), S columns (row length), D kinds of positions: one,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch, Padding, SharedTokens
@@ -21,6 +22,9 @@ from engine.data.prefixes import Trees
 from engine.data.row_shape import WHOLE, RowShape
 from engine.seams import resolve
 from engine.zigzag import ContextLayout, make_plan, rank_columns
+
+Text = tuple[NDArray[np.integer], NDArray[np.bool_]]
+"""Tokens and targets of a document."""
 
 
 def row_length(dataset: TokenDataset, rows: Sequence[int | None], shape: RowShape) -> int:
@@ -65,12 +69,9 @@ def build_batch(
     for b, row in enumerate(rows):
         end = 0
         after = 0  # position of what follows the last document
-        documents = () if row is None else dataset.rows.row(row).tolist()
-        reused = [] if row is None else dataset.rows.reused_in(row).tolist()
-        numbers = trees.add_row(b, dataset.lengths[[*documents]].tolist(), reused)
-        for document, skipped, number, (tokens, targets) in zip(
-            documents, reused, numbers, () if row is None else dataset.documents(row), strict=True
-        ):
+        documents, reused, texts = _of_row(dataset, row)
+        numbers = trees.add_row(b, dataset.lengths[documents].tolist(), reused)
+        for document, skipped, number, (tokens, targets) in zip(documents, reused, numbers, texts, strict=True):
             tokens, targets = tokens[skipped:], targets[skipped:]
             start, end = end, end + len(tokens)
             tokens_BS[b, start:end] = tokens
@@ -114,6 +115,14 @@ def build_batch(
         document_parents=tuple(trees.parents),
         parts=tuple(parts),
     )
+
+
+def _of_row(dataset: TokenDataset, row: int | None) -> tuple[list[int], list[int], Iterable[Text]]:
+    """Returns the documents of a row, how many of its first tokens each reuses, and their tokens and targets; none of a
+    filler."""
+    if row is None:
+        return [], [], ()
+    return dataset.rows.row(row).tolist(), dataset.rows.reused_in(row).tolist(), dataset.documents(row)
 
 
 def context_part(batch: Batch, *, size: int, rank: int) -> Batch:

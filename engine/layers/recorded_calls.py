@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from engine.kernels.native.replay import Calls, NativeCall, again_alone, equal_call, is_replayed, recording
 from engine.layers.graph_capture import Captured
 
-_READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
-"""Operations by which the host reads numbers, or whose results have sizes that depend on them."""
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""torch's marks of operations by which the host reads numbers, or whose results have sizes that may depend on them."""
 _READING_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 """Methods that read a tensor of the CPU without an operation."""
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -72,10 +72,11 @@ class RecordedCalls:
 
 
 class _Refusal(TorchFunctionMode):
-    """Refuses methods that read numbers."""
+    """Refuses methods and functions that read numbers without an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in _READING_METHODS, f"{func.__name__} reads numbers, on which what is recorded may depend"
+        reads = func in _READING_METHODS or (func is torch.tensor and any(map(torch.is_tensor, tree_leaves(args))))
+        assert not reads, f"{func.__name__} reads numbers, on which what is recorded may depend"
         return func(*args, **(kwargs or {}))
 
 
@@ -100,8 +101,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         more, name = kwargs or {}, func.overloadpacket.__name__
-        reads = name in _READS or (name == "index" and any(one.dtype is torch.bool for one in tree_leaves(args[1])))
-        assert not reads, f"{func} reads numbers, on which what is recorded may depend"
+        assert not _reads(func, args, more), f"{func} reads numbers, on which what is recorded may depend"
         result = func(*args, **more)
         self.kept.append((args, more, result))
         if name not in _EMPTY and _computes(func):
@@ -122,6 +122,15 @@ class _Recorder(TorchDispatchMode):
             if step is not None:
                 found.append(step)
         return found
+
+
+def _reads(operation: Any, args: Any, more: dict[str, Any]) -> bool:
+    """Returns whether a call is a read of numbers, or has a result whose size depends on them."""
+    if operation is torch.ops.aten.index.Tensor:
+        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    if operation is torch.ops.aten.repeat_interleave.Tensor and more.get("output_size") is not None:
+        return False
+    return any(tag in operation.tags for tag in _READS)
 
 
 @cache

@@ -35,7 +35,9 @@ def _of_torch(x: Tensor, pool: Tensor, places: Tensor, ids: Tensor) -> tuple[Ten
     total[:, 1:] = looked_up[:, 1:].double()
     ordered, order = (x + looked_up).sort(dim=1)
     x[0] += 1.0
-    return total, ordered, order.to(torch.int32), torch.where(ids > 4, ids, -1), x.t()[1] * 2.0 + torch.arange(4)
+    repeated = torch.repeat_interleave(x, torch.ones_like(ids), dim=0, output_size=4)
+    some = torch.where(ids > 4, ids, -1)
+    return total, ordered, order.to(torch.int32), some, x.t()[1] * 2.0 + torch.arange(4), repeated, x[:, ids % 6]
 
 
 def _of_kernels(x: Tensor, pool: Tensor, places: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -129,11 +131,13 @@ def test_rows_are_put_only_where_they_have_no_gaps() -> None:
 @pytest.mark.parametrize(
     "read",
     [lambda x: x.sum().item(), lambda x: float(x[0]), lambda x: bool(x[0] > 0), lambda x: x.tolist(),
-     lambda x: x.numpy(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: torch.equal(x, x)],
+     lambda x: x.numpy(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: torch.equal(x, x),
+     lambda x: torch.allclose(x, x), lambda x: torch.tensor([*x]), lambda x: x.unique(), lambda x: x.long().bincount(),
+     lambda x: x.repeat_interleave(x.long()), lambda x: x.unique_consecutive()],
 )  # fmt: skip
 def test_numbers_cannot_be_read(read: Callable[[Tensor], object]) -> None:
     """Each would make the recording one of these numbers."""
-    x = torch.randn(4)
+    x = torch.tensor([1.0, 2.0, 0.5, 1.5])
 
     def run() -> tuple[Tensor, ...]:
         read(x)

@@ -122,4 +122,4 @@ def test_recorded_passes_have_the_bits_of_passes_as_they_are(name: str, dtype: s
     recorded = engine_answers(tmp_path / "hf", prompts, limits, graphs=recordings, recorded=True, **common)
     plain = engine_answers(tmp_path / "hf", prompts, limits, logps=True, **common)
     assert [(one.ids, one.logps) for one in recorded] == [(one.ids, one.logps) for one in plain]
-    assert sum(one.replays for one in recordings[0].captured) > 20
+    assert sum(one.replays for one in recordings[0].captured) > 10  # of up to 40: rows may stop early

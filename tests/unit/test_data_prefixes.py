@@ -11,6 +11,7 @@ import pytest
 
 from engine.batch import IGNORE_LABEL, Batch, SharedTokens
 from engine.branches import check_parents
+from engine.data.blend import blend
 from engine.data.collate import build_batch
 from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset, dataset_of
@@ -150,6 +151,19 @@ def test_rows_are_kept_by_copies(tmp_path) -> None:
     assert map_dataset(tmp_path).fingerprint() == shared.fingerprint()
     train, held = hold_out(shared, 0.3, 1)
     assert sorted([*train.row_lengths, *held.row_lengths]) == sorted(shared.row_lengths)
+
+
+def test_rows_of_a_blend_share_what_they_share_alone() -> None:
+    shared = with_shared_prefixes(dataset_of(_alike(3, count=40), seq_length=200, packing=True))
+    plain = dataset_of([([7] * 30, [False] + [True] * 29)] * 3, seq_length=200, packing=True)
+    assert shared.rows.reused is not None and shared.rows.reused.any() and plain.rows.reused is None
+    mixed = blend([plain, shared], [1.0, float(len(shared))])
+    assert mixed.row_lengths.tolist() == [90, *shared.row_lengths.tolist()]
+    for row in range(len(shared)):
+        ours, own = (build_batch(data, [at], [0], length=200) for data, at in ((mixed, row + 1), (shared, row)))
+        assert ours.document_parents == own.document_parents
+        for name in ("tokens_BS", "labels_BS", "positions_BS", "loss_weights_BS", "document_offsets"):
+            assert getattr(ours, name).equal(getattr(own, name)), name
 
 
 def test_runs_of_a_tree_by_hand() -> None:

@@ -113,11 +113,24 @@ def test_sampled_answers_are_those_without_graphs(name: str, sampling: Sampling,
     ),
 )
 def test_recorded_passes_have_the_bits_of_passes_as_they_are(name: str, dtype: str, tmp_path: Path) -> None:
-    """Tokens and log-probabilities; passes are filled up to as many rows either way."""
+    _assert_same_bits(name, tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    sampled([(name, base) for name in ("llama", "qwen3.5") for base in ("nf4", "int8", "fp8_row")], [("llama", "nf4")]),
+)
+def test_recorded_passes_decode_weights(name: str, base: str, tmp_path: Path) -> None:
+    """Not of the encoding "fp8": its one scale for all rows of a pass is that of rows that only fill it up, too."""
+    _assert_same_bits(name, tmp_path, base_dtype=base)
+
+
+def _assert_same_bits(name: str, tmp_path: Path, **choice: str) -> None:
+    """Compares tokens and log-probabilities; passes are filled up to as many rows either way."""
     make_model(name, tmp_path / "hf")
     prompts = random_prompts(67, (5, 17, 1, 33))
     limits = Limits(max_new_tokens=20, slots=3, stop_ids=frozenset({3, 40}))
-    common: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=4), "multiple": 3, "dtype": dtype}
+    common: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=4), "multiple": 3, **choice}
     recordings: list[KeptRecordings] = []
     recorded = engine_answers(tmp_path / "hf", prompts, limits, graphs=recordings, recorded=True, **common)
     plain = engine_answers(tmp_path / "hf", prompts, limits, logps=True, **common)

@@ -166,7 +166,7 @@ class AdoptedConfig(DecoderConfig):
     def all_linears(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for variant in self.variants for name in variant.further_linears()))
 
-    def branch_obstacle(self, *, context: bool) -> str:
+    def branch_obstacle(self) -> str:
         return f"layers of {self.family} models are transformers' own modules, which are proven on documents alone"
 
     def check_packing(self) -> None:

@@ -260,13 +260,9 @@ class LayerVariant:
         """Returns the modules that stand in the place of one of `engine.models.names.FUSED` of a plain layer."""
         return (fused,)
 
-    def branch_obstacle(self, *, context: bool) -> str | None:
+    def branch_obstacle(self) -> str | None:
         """Returns why a document cannot continue another in its branches (`engine.branches`), as words that follow
-        "layers of such a model"; None where it can.
-
-        Args:
-            context: whether rows are split over context ranks.
-        """
+        "layers of such a model"; None where it can."""
         return None
 
     def graph_obstacle(self, family: str) -> str | None:
@@ -598,16 +594,12 @@ class DecoderConfig:
         """Says what computes attention, for a run's log, where no kernel of the engine does; None where one does."""
         return None
 
-    def branch_obstacle(self, *, context: bool) -> str | None:
+    def branch_obstacle(self) -> str | None:
         """Returns why a document cannot continue another in a row of this model (`engine.branches`), as a clause; None
-        where it can.
-
-        Args:
-            context: whether rows are split over context ranks.
-        """
+        where it can."""
         if self.fronts:
             return "documents with images are not compared"
-        found = (variant.branch_obstacle(context=context) for variant in self.variants)
+        found = (variant.branch_obstacle() for variant in self.variants)
         why = next((one for one in found if one is not None), None)
         return None if why is None else f"layers of {self.family} models {why}"
 

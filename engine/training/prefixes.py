@@ -98,4 +98,4 @@ def _obstacle(config: RunConfig, decoder: DecoderConfig, *, has_others: bool) ->
         return "a teacher with layers of its own passes over the same rows"
     if config.memory.cuda_graph != "none":
         return f"the graphs of memory.cuda_graph {config.memory.cuda_graph} are captured for documents by themselves"
-    return decoder.branch_obstacle(context=config.parallel.context > 1)
+    return decoder.branch_obstacle()

@@ -73,7 +73,7 @@ def _ranks(world: int) -> list[Seen]:
 @pytest.mark.parametrize("name", NAMES)
 def test_beginnings_over_context_ranks(name: str, world: int) -> None:
     source = open_source(Path(_folder().name) / name.replace(" ", "-"))
-    assert source.model.decoder.branch_obstacle(context=True) is None
+    assert source.model.decoder.branch_obstacle() is None
     batch = _batch()
     assert max(depths(batch.document_parents)) == 2
     place, expected_losses, expected = _embedding_gradient(source, TensorLayout(), batch)

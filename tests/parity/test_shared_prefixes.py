@@ -63,7 +63,7 @@ def test_shared_beginnings_change_nothing(name: str, tmp_path: Path) -> None:
     plain = dataset_of(documents, seq_length=_ROW, packing=True)
     shared = with_shared_prefixes(plain)
     built = engine_model(tmp_path)
-    why = built.model.config.branch_obstacle(context=False)
+    why = built.model.config.branch_obstacle()
     if why is not None:
         assert "deepseek_v32" in why or "glm_moe_dsa" in why, why
         return

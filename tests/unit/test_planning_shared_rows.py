@@ -1,4 +1,4 @@
-"""What the planner says of rows that compute beginnings once: against rows of real documents, and by hand."""
+"""Predictions of rows that compute beginnings once: against rows of real documents, and by hand."""
 
 from __future__ import annotations
 

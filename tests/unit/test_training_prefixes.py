@@ -76,6 +76,6 @@ def test_runs_that_cannot(settings: dict[str, Any], words: str, logged: bool) ->
 
 
 def test_layers_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecoderConfig, "branch_obstacle", lambda self, *, context: f"layers, context {context}")
-    found = choose_sharing(_config({**PAIRS, "parallel.context": 2}, "auto"), DECODER)
-    assert not found.shares and found.obstacle == "layers, context True"
+    monkeypatch.setattr(DecoderConfig, "branch_obstacle", lambda self: "its layers say so")
+    found = choose_sharing(_config(PAIRS, "auto"), DECODER)
+    assert not found.shares and found.obstacle == "its layers say so"

@@ -64,7 +64,7 @@ class LatentSizes(LayerVariant):
     def applies(self, index: int) -> bool:
         return self.layers is None or index in self.layers
 
-    def branch_obstacle(self, *, context: bool) -> str | None:
+    def branch_obstacle(self) -> str | None:
         return None if self.index is None else "choose the keys that a query sees within its own document"
 
     def attention(self, place: LayerPlace) -> LatentAttention:

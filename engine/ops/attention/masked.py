@@ -115,9 +115,9 @@ def hides_nothing(window: int | None, documents: Documents) -> bool:
     """Returns whether every token of these documents sees all that it would see without the window."""
     if window is None:
         return True
-    known = bool(documents.lengths)
-    longest = longest_path(documents.lengths, documents.parents) if known else documents.max_length
-    return longest <= window
+    if documents.parents:
+        return longest_path(documents.lengths, documents.parents) <= window
+    return max(documents.lengths, default=documents.max_length) <= window
 
 
 def masked_blocks(documents: Documents, window: int | None) -> tuple[_Block, ...]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from engine.adopted.config import adopted_config, adopted_family
 from engine.adopted.forms import small_model
+from engine.adopted.proof import small_of
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
 from engine.optim.flat_layout import decays
+from tests.support.small_training import packed_batch
 
 
 def _config(model_type: str, **sizes: Any) -> dict[str, Any]:
@@ -42,3 +46,18 @@ def test_weight_decay_is_that_of_hugging_faces_trainer(model_type: str) -> None:
             found.add(names.to_hf(entry.name).name)
     assert found - {"lm_head.weight"} == expected - {"lm_head.weight"}
     assert not any(name.rpartition(".")[0] in norms for name in found)
+
+
+@pytest.mark.parametrize("model_type", ["olmo3", "falcon_mamba"])
+def test_documents_that_continue_others_are_refused(model_type: str) -> None:
+    """transformers' modules would take them for documents by themselves; a teacher may be such a model."""
+    (part,) = small_of(_config(model_type)).parts()
+    batch, step = packed_batch([(20, 5, 6)], 200, 0), torch.zeros((), dtype=torch.int64)
+
+    def outputs(parents: tuple[int, ...]) -> torch.Tensor:
+        one = replace(batch, document_parents=parents)
+        return part.run_layers(part.embed(one), part.context(one, step, training=False))
+
+    assert part.config.branch_obstacle() is not None and outputs(()).isfinite().all()
+    with pytest.raises(AssertionError, match="cannot continue another"):
+        outputs((-1, 0, 0))

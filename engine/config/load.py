@@ -252,6 +252,9 @@ def _wrong_type(option: str, what: str, value: str | None = None) -> str:
 def _advice(option: str, kind: Any, value: str | None) -> str:
     """Returns advice: the choice or number that was probably meant, or one that would do."""
     if get_origin(kind) is Literal and value is not None:
+        bare = {"True": "on", "False": "off"}.get(value)
+        if bare in get_args(kind):
+            return f"write '{bare}' with its quotes, because YAML reads a bare {bare} as {value.lower()}."
         meant = closest_value(value, get_args(kind))
         return f"did you mean {meant}?" if meant else "choose one of them."
     if kind is int and value is not None:

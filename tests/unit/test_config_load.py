@@ -321,6 +321,8 @@ def test_what_is_required() -> None:
         ("trainable: lm_head", "trainable is 'lm_head', but a list of names is expected: use for example [lm_head]."),
         ("data: {mix: {b: 1}}", "but a list of PATH=WEIGHT is expected: use for example [b.jsonl=0.5]."),
         ("train: {sample_prompts: {a: b}}", "but a list of texts is expected: use for example [Once upon a time]."),
+        ("rollout: {router_replay: on}", "is true, but one of auto, on, off is expected: write 'on' with its quotes"),
+        ("guards: {spike_policy: off}", "is false, but one of off, warn, skip, stop is expected: write 'off' with"),
         ("checkpoint: {dir: 5}", "checkpoint.dir is '5', but text or null is expected"),
         ("lora: {rank_pattern: {1: 2}}", "lora.rank_pattern contains 1, but names are expected: put it in quotes"),
     ],

@@ -24,6 +24,7 @@ from engine.ops.attention.packed import attention_by_document
 from engine.ops.attention.sinks import Sinks, with_sinks
 from engine.ops.gradients import GradientSink
 from engine.zigzag import ContextLayout, make_plan
+from tests.support.document_trees import seen_tokens
 from tests.support.spawning import spawn
 from tests.support.wire_bytes import bytes_on_the_wire
 
@@ -76,14 +77,8 @@ class Case:
 
     def seen(self) -> Tensor:
         """[T, T], whether a token sees another, in the plain order."""
-        document = torch.repeat_interleave(torch.tensor(self.layout.document_lengths))
-        seen = (document[:, None] == document[None]).tril()
-        for number in range(len(self.layout.document_parents)):
-            before = self.layout.document_parents[number]
-            while before >= 0:
-                seen |= (document == number)[:, None] & (document == before)[None]
-                before = self.layout.document_parents[before]
-        return seen
+        lengths = self.layout.document_lengths
+        return seen_tokens(lengths, self.layout.document_parents or (-1,) * len(lengths))
 
     def whole(self) -> tuple[Tensor, ...]:
         """q, k, v and the output's gradient of all tokens in their plain order."""

@@ -25,6 +25,8 @@ class PrefixSharing:
         shares: whether beginnings are shared where that saves enough.
         least_saved: the share of tokens that is enough.
         regroups: whether documents that begin alike come into the same rows.
+        same_rows: whether rows do not depend on the number of data-parallel ranks: a token's dropout mask follows from
+            its place in a row, and is the same in every layout.
         obstacle: why beginnings are not shared, where the option leaves that open, as a clause; None where they are, or
             where the data would hardly have any.
     """
@@ -32,6 +34,7 @@ class PrefixSharing:
     shares: bool
     least_saved: float = 0.0
     regroups: bool = True
+    same_rows: bool = False
     obstacle: str | None = None
 
     def rows(self, dataset: TokenDataset, *, ranks: int = 1) -> TokenDataset:
@@ -46,6 +49,7 @@ class PrefixSharing:
 
         if not can_share(dataset):
             return dataset
+        ranks = 1 if self.same_rows else ranks
         return with_shared_prefixes(dataset, least_saved=self.least_saved, regroups=self.regroups, ranks=ranks)
 
 
@@ -68,6 +72,7 @@ def choose_sharing(config: RunConfig, decoder: DecoderConfig) -> PrefixSharing:
         shares=why is None,
         least_saved=LEAST_SAVED if wanted == "auto" else 0.0,
         regroups=packed or kind.samples,
+        same_rows=config.lora.dropout > 0,
         obstacle=why if alike else None,
     )
 

@@ -9,8 +9,10 @@ import pytest
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
+from engine.rollouts.data.completions import Completion, completion_columns
 from engine.training.prefixes import choose_sharing
 from tests.distributed.cases import small_config
 
@@ -44,6 +46,18 @@ def test_runs_that_share(settings: dict[str, Any], regroups: bool) -> None:
     assert choose_sharing(_config(settings, True), DECODER).least_saved == 0.0
     off = choose_sharing(_config(settings, False), DECODER)
     assert not off.shares and off.obstacle is None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_rows_depend_on_ranks_only_where_nothing_is_dropped(dropout: float) -> None:
+    prompt = list(range(3, 43))
+    completions = [
+        Completion(prompt=prompt, tokens=[50 + one, 60], sampled_logps=[0.0, 0.0], advantage=1.0) for one in range(8)
+    ]
+    dataset = TokenDataset(completion_columns(completions, "tokens"), seq_length=128)
+    sharing = choose_sharing(_config({**COMPLETIONS, "lora.dropout": dropout}, "auto"), DECODER)
+    rows = [len(sharing.rows(dataset, ranks=ranks)) for ranks in (1, 2)]
+    assert rows == ([1, 1] if dropout else [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class Cold(NamedTuple):
 
 
 some_kernels = pytest.mark.parametrize("cold", sampled(("sample", "quick"), ("sample",)), indirect=True)
-"""For the fixture `cold`: the kernels of most runs, and with -m slow every kernel."""
+"""For the fixture `cold`: the kernels that compile in seconds, and with -m slow every kernel."""
 
 
 def run_compiler(module: str, *arguments: str, cache: Path | None, packages: Path | None) -> list[str]:

@@ -38,8 +38,8 @@ def with_shared_prefixes(
         least_saved: share of all tokens that must be saved; else the data set is returned as it is.
         regroups: whether documents that begin alike come into the same rows, up to the data set's row length; False
             keeps the rows' documents.
-        ranks: that share the rows; where rows are not packed, none becomes much longer than a rank's part of all
-            tokens, so that there is work for each.
+        ranks: that share the rows; where rows are not packed, bundles are cut into parts where that leaves the rank
+            that has most of them with fewer tokens.
     """
     assert can_share(dataset), "documents with something beside their tokens that cannot be shared"
     sets = [dataset.columns, *(companion.columns for companion in dataset.companions.values())]
@@ -152,10 +152,9 @@ def _arranged(sets: Sequence[Columns], dataset: TokenDataset, ranks: int) -> Pac
     first = reused[0].reshape(-1, group)[:, 0]
     after = np.max(within, axis=0)
     alone = np.max([own + less.reshape(-1, group)[:, 0] for own, less in zip(within, reused, strict=True)], axis=0)
-    room = dataset.seq_length
-    if not dataset.packing:
-        room = min(room, max(int(alone.max()), -(-int(after.sum()) // ranks)))
-    bundles = _bundles(after, alone, first > 0, room)
+    bundles = _bundles(after, alone, first > 0, dataset.seq_length)
+    if ranks > 1 and not dataset.packing:
+        bundles = _dealt(after, alone, first > 0, bundles, ranks)
     rows = _Bundled(ordered, bundles, alone, after)
     if not dataset.packing:
         return rows.each().of_groups(group)
@@ -200,6 +199,27 @@ def _bundles(after: IntArray, alone: IntArray, joins: NDArray[np.bool_], capacit
             starts.append(place)
             held = int(alone[place])
     return np.array([*starts, len(after)], dtype=np.int64)
+
+
+def _dealt(after: IntArray, alone: IntArray, joins: NDArray[np.bool_], whole: IntArray, ranks: int) -> IntArray:
+    """Returns bundles that are cut into the parts with which the rank that has most rows has the fewest tokens.
+
+    Args:
+        whole: int64 [bundles + 1], where bundles begin that are as long as a row allows.
+    """
+    first, others = whole[:-1], np.diff(whole) - 1
+    behind = sum_rows(after, whole) - after[first]
+    best, least = whole, 0
+    for parts in range(1, int(others.max()) + 2):
+        of_part = -(-(others + 1) // parts) - 1  # groups of a part behind its first one
+        room = int(max(alone.max(), (alone[first] - (-behind * of_part // np.maximum(others, 1))).max()))
+        bundles = _bundles(after, alone, joins, room)
+        first_of = bundles[:-1]
+        longest = int((sum_rows(after, bundles) - after[first_of] + alone[first_of]).max())
+        tokens = -(-len(first_of) // ranks) * longest
+        if parts == 1 or tokens < least:
+            best, least = bundles, tokens
+    return best
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,9 @@ def test_rows_depend_on_ranks_only_where_nothing_is_dropped(dropout: float) -> N
     ]
     dataset = TokenDataset(completion_columns(completions, "tokens"), seq_length=128)
     sharing = choose_sharing(_config({**COMPLETIONS, "lora.dropout": dropout}, "auto"), DECODER)
-    rows = [len(sharing.rows(dataset, ranks=ranks)) for ranks in (1, 2)]
-    assert rows == ([1, 1] if dropout else [1, 2])
+    rows = [sharing.rows(dataset, ranks=ranks).row_lengths.tolist() for ranks in (1, 2, 3, 8)]
+    one = 39 + 8 * 3
+    assert rows == ([[one]] * 4 if dropout else [[one], [51] * 2, [48, 48, 45], [42] * 8])
 
 
 @pytest.mark.parametrize(

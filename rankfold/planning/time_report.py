@@ -95,7 +95,7 @@ def shared(candidate: Candidate, machine: Machine, found: StepTime) -> list[str]
         return []
     apart = replace(workload, alike=None)
     alone = predict_time(apart, layout, memory, machine)
-    faster = (alone.step - alone.sampling) / (found.step - found.sampling)
+    share = (found.step - found.sampling) / (alone.step - alone.sampling)
     what = f"questions of {alike.members} answers" if alike.is_sample else f"prompts of {alike.members} completions"
     (launches, nbytes), (more, moved) = (
         (sum(one.count * one.launch.count for one in kernels), sum(one.nbytes for one in kernels))
@@ -103,7 +103,7 @@ def shared(candidate: Candidate, machine: Machine, found: StepTime) -> list[str]
     )
     return [
         f"shared: {what} computed once: {rows.alone / rows.tokens:.1f}x fewer tokens, {rows.tokens:,} in "
-        f"{counted(rows.count, 'row')} for {rows.alone:,}; training takes 1/{faster:.1f} of the time",
+        f"{counted(rows.count, 'row')} for {rows.alone:,}; training takes {share:.0%} of the time",
         f"a rank's passes have {launches:,} launches and move {nbytes / 1e9:.3g} GB, with each beginning by itself "
         f"{more:,} and {moved / 1e9:.3g} GB",
     ]

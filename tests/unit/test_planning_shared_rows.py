@@ -20,11 +20,13 @@ from engine.planning.kernel_times import KernelTime, kernel_times
 from engine.planning.machine import MACHINES, Machine
 from engine.planning.peak import predict_layout
 from engine.planning.rank_layout import Layout, Workload
+from engine.planning.search import Candidate
 from engine.planning.shared_rows import AlikeDocuments
 from engine.planning.step_time import predict_time
 from engine.preferences.data.answer_columns import Judgement
 from engine.rollouts.data.completions import Completion, completion_columns
 from engine.training.prefixes import PrefixSharing
+from rankfold.planning import time_report
 from tests.distributed.cases import Case, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
 
@@ -129,6 +131,24 @@ def test_attention_by_hand(members: int, device_type: str, launches: tuple[int, 
         steps = 2 * 2  # micro-batches and layers
         assert sum(one.flops for one in found) == steps * factor * pairs * width
         assert sum(one.count * one.launch.count for one in found) == steps * wanted
+
+
+@pytest.mark.parametrize("slower", [True, False])
+def test_reports_say_the_share_of_the_time_also_where_it_grows(slower: bool) -> None:
+    """Launches bound short rows on a GPU, which branches have more of; tokens bound a CPU."""
+    machine, device_type = (H100, "cuda") if slower else (CPU, "cpu")
+    workload = replace(_workload(2, device_type), micro_batch=1)
+    if slower:
+        assert workload.alike is not None
+        pairs = replace(workload.alike, sharing=OF_PAIRS, is_sample=True)
+        workload = replace(workload, alike=pairs, global_batch=4)
+    layout, plan = Layout(), MemoryPlan()
+    found = predict_time(workload, layout, plan, machine)
+    alone = predict_time(replace(workload, alike=None), layout, plan, machine)
+    candidate = Candidate(layout=layout, workload=workload, memory=plan, estimates=())
+    share = round(100 * found.step / alone.step)
+    assert (share > 100) == slower
+    assert f"; training takes {share}% of the time" in time_report.shared(candidate, machine, found)[0]
 
 
 def test_tokens_and_memory_follow_the_rows() -> None:

@@ -598,7 +598,7 @@ class DecoderConfig:
         """Returns why a document cannot continue another in a row of this model (`engine.branches`), as a clause; None
         where it can."""
         if self.fronts:
-            return "documents with images are not compared"
+            return f"rows of {self.family} models, which read images, are not searched for common beginnings"
         found = (variant.branch_obstacle() for variant in self.variants)
         why = next((one for one in found if one is not None), None)
         return None if why is None else f"layers of {self.family} models {why}"

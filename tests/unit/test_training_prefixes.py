@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.rollouts.data.completions import Completion, completion_columns
 from engine.training.prefixes import choose_sharing
+from engine.vision.layers.fronts import ImageTower
 from tests.distributed.cases import small_config
+from tests.support.toy_vision import ToyVisionConfig
 
 DECODER: DecoderConfig = small_config()
 PAIRS: dict[str, Any] = {"objective.name": "dpo"}
@@ -94,3 +97,10 @@ def test_layers_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecoderConfig, "branch_obstacle", lambda self: "its layers say so")
     found = choose_sharing(_config(PAIRS, "auto"), DECODER)
     assert not found.shares and found.obstacle == "its layers say so"
+
+
+def test_models_that_read_images_do_not_share() -> None:
+    """Equal tokens may stand for other images; nothing is searched in texts of such a model either."""
+    decoder = replace(DECODER, fronts=(ImageTower(model=ToyVisionConfig()),))
+    found = choose_sharing(_config(PAIRS, "auto"), decoder)
+    assert not found.shares and "models, which read images, are not searched" in (found.obstacle or "")

@@ -285,7 +285,7 @@ def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
         return {
             one.name: counter.kernel(getattr(record, one.name), f"{kind}{one.name}", flops.get(one.name, _no_products))
             for one in fields(record)
-            if one.name not in ("name", "attention", "folds", "product", "counted")
+            if one.name not in ("name", "attention", "folds", "product", "add_product", "counted")
             and callable(getattr(record, one.name))
         }
 

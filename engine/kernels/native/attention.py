@@ -123,17 +123,27 @@ def attention_backward(
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> Tensor:
-        out, lse = attention_forward(q, k, v, segments, scale=scale)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: tuple[int, ...],
+        parents: tuple[int, ...],
+        scale: float,
+    ) -> Tensor:
+        out, lse = attention_forward(q, k, v, documents(lengths, parents), scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.segments, ctx.scale = segments, scale
+        # not the table, which every layer would keep
+        ctx.lengths, ctx.parents, ctx.scale = lengths, parents, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(2) == 1 else dout.contiguous()
-        return *attention_backward(dout, *ctx.saved_tensors, ctx.segments, scale=ctx.scale), None, None
+        table = documents(ctx.lengths, ctx.parents)
+        return *attention_backward(dout, *ctx.saved_tensors, table, scale=ctx.scale), None, None, None
 
 
 def causal_attention(
@@ -146,7 +156,7 @@ def causal_attention(
     scale: float,
 ) -> Tensor:
     """Computes engine.ops.attention.packed.causal_attention, for fp32 and bfloat16 on the CPU."""
-    return _CausalAttention.apply(q_THD, k_TKD, v_TKD, documents(document_lengths, parents), scale)
+    return _CausalAttention.apply(q_THD, k_TKD, v_TKD, document_lengths, parents, scale)
 
 
 def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:

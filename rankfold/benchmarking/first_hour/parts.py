@@ -170,11 +170,11 @@ PARTS = (
            "tests/kernels/test_extreme_scores.py"),
     _tests("generation", "tests/kernels/test_triton_paged_attention.py tests/kernels/test_triton_sampling.py "
            "tests/kernels/test_triton_backend.py"),
-    _tests("hybrids", "tests/kernels/test_triton_hybrids.py"),
+    _tests("hybrids", "tests/kernels/test_triton_hybrids.py tests/kernels/test_triton_branches.py"),
     _tests("grouped", "tests/kernels/test_triton_grouped.py"),
     _tests("training", "tests/kernels/test_triton_training.py"),
     _tests("graphs", "tests/unit/test_cuda_graph.py tests/unit/test_decode_graphs.py "
-           "tests/unit/test_varlen_attention.py"),
+           "tests/unit/test_varlen_attention.py tests/unit/test_varlen_branches.py"),
     _tests("memory", "tests/unit/test_saved_offload.py tests/unit/test_offload_memory.py "
            "tests/unit/test_gradient_sink.py tests/unit/test_optim_backends.py"),
     _tests("attention", "tests/unit/test_ops_attention_blocks.py tests/unit/test_ops_bidirectional.py "

@@ -184,8 +184,8 @@ MISTAKES = {
         edits=(
             Edit(
                 "engine/data/collate.py",
-                "np.cumsum([0, *document_lengths], dtype=np.int32)",
-                "np.cumsum([0, *document_lengths], dtype=np.int64)",
+                "np.cumsum([0, *trees.lengths], dtype=np.int32)",
+                "np.cumsum([0, *trees.lengths], dtype=np.int64)",
             ),
         ),
         lane="fake CUDA",

@@ -7,6 +7,7 @@ figures and the adapter afterwards. The runs that share nothing are compared wit
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ OBJECTIVES: dict[str, tuple[str, list[str]]] = {
     "kto packed": ("answers", ["--objective.name", "kto", *PACKED]),
     "texts packed": ("texts", [*PACKED]),
     "texts with shared targets": ("texts", [*PACKED, "--data.mask_prompt", "false"]),
-    "reward model": ("pairs", ["--objective.name", "reward_modeling", "--lora.init_from", "null"]),
+    "reward model": ("pairs", ["--objective.name", "reward", "--lora.init_from", "null"]),
 }
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one-process": (1, []),
@@ -63,6 +64,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
     return folder
 
 
+@cache
 def _run(
     workspace: Path, name: str, layout: str, share: str, *options: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -75,7 +77,7 @@ def _run(
         "lora.init_from": "null",
         "lora.targets": json.dumps(["q_proj", "up_proj"]),
     }
-    if data == "texts" or "reward_modeling" in arguments:
+    if data == "texts" or "reward" in arguments:
         settings.pop("objective.reference")
     (figures,) = train(workspace, f"{data}.jsonl", out, ranks, settings, *more)
     run_tool("convert", "export", "--source", workspace / out, "--out", workspace / f"{out}-export", "--format", "peft")

@@ -158,7 +158,10 @@ def _arranged(sets: Sequence[Columns], dataset: TokenDataset, ranks: int) -> Pac
     rows = _Bundled(ordered, bundles, alone, after)
     if not dataset.packing:
         return rows.each().of_groups(group)
-    fitted, filled = rows.fitted(dataset.seq_length), _filled(ordered, after, alone, dataset.seq_length)
+    # filled one after the other, where a bundle may continue in the next row, which then has its beginning too
+    anywhere = np.ones(len(after), dtype=np.bool_)
+    filled = Packs(offsets=_bundles(after, alone, anywhere, dataset.seq_length), documents=ordered)
+    fitted = rows.fitted(dataset.seq_length)
     return (fitted if len(fitted) <= len(filled) else filled).of_groups(group)
 
 
@@ -189,7 +192,13 @@ def _sorted_groups(columns: Columns) -> IntArray:
 
 
 def _bundles(after: IntArray, alone: IntArray, joins: NDArray[np.bool_], capacity: int) -> IntArray:
-    """Returns int64 [bundles + 1], where bundles begin: neighbours that begin alike, as many as fit into a row."""
+    """Returns int64 [bundles + 1], where bundles begin: neighbours that begin alike, as many as fit into a row.
+
+    Args:
+        after, alone: int64 [groups], tokens of each group behind the one before it, and alone.
+        joins: bool [groups], whether a group may follow the one before it.
+        capacity: tokens of a row.
+    """
     starts, held = [0], int(alone[0])
     for place in range(1, len(after)):
         more = int(after[place])
@@ -201,6 +210,12 @@ def _bundles(after: IntArray, alone: IntArray, joins: NDArray[np.bool_], capacit
     return np.array([*starts, len(after)], dtype=np.int64)
 
 
+def _bundle_tokens(after: IntArray, alone: IntArray, offsets: IntArray) -> IntArray:
+    """Returns int64 [bundles], the tokens of each: its first group's alone, and of the others those behind it."""
+    first = offsets[:-1]
+    return sum_rows(after, offsets) - after[first] + alone[first]
+
+
 def _dealt(after: IntArray, alone: IntArray, joins: NDArray[np.bool_], whole: IntArray, ranks: int) -> IntArray:
     """Returns bundles that are cut into the parts with which the rank that has most rows has the fewest tokens.
 
@@ -208,15 +223,14 @@ def _dealt(after: IntArray, alone: IntArray, joins: NDArray[np.bool_], whole: In
         whole: int64 [bundles + 1], where bundles begin that are as long as a row allows.
     """
     first, others = whole[:-1], np.diff(whole) - 1
-    behind = sum_rows(after, whole) - after[first]
+    behind = _bundle_tokens(after, alone, whole) - alone[first]
     best, least = whole, 0
     for parts in range(1, int(others.max()) + 2):
         of_part = -(-(others + 1) // parts) - 1  # groups of a part behind its first one
         room = int(max(alone.max(), (alone[first] - (-behind * of_part // np.maximum(others, 1))).max()))
         bundles = _bundles(after, alone, joins, room)
-        first_of = bundles[:-1]
-        longest = int((sum_rows(after, bundles) - after[first_of] + alone[first_of]).max())
-        tokens = -(-len(first_of) // ranks) * longest
+        sizes = _bundle_tokens(after, alone, bundles)
+        tokens = -(-len(sizes) // ranks) * int(sizes.max())
         if parts == 1 or tokens < least:
             best, least = bundles, tokens
     return best
@@ -243,28 +257,12 @@ class _Bundled:
 
     def fitted(self, capacity: int) -> Packs:
         """Returns rows of several bundles, none of which is torn apart."""
-        first = self.offsets[:-1]
-        sizes = sum_rows(self.after, self.offsets) - self.after[first] + self.alone[first]
-        packs = best_fit(sizes, capacity)
+        packs = best_fit(_bundle_tokens(self.after, self.alone, self.offsets), capacity)
         counts = np.diff(self.offsets)[packs.documents]
         documents = [self.ordered[self.offsets[one] : self.offsets[one + 1]] for one in packs.documents.tolist()]
         return Packs(
             offsets=np.concatenate(([0], np.cumsum(counts)))[packs.offsets], documents=np.concatenate(documents)
         )
-
-
-def _filled(ordered: IntArray, after: IntArray, alone: IntArray, capacity: int) -> Packs:
-    """Returns rows that are filled one after the other: a bundle may continue in the next row, which then has its
-    beginning too."""
-    starts, held = [0], int(alone[0])
-    for place in range(1, len(after)):
-        more = int(after[place])
-        if held + more <= capacity:
-            held += more
-        else:
-            starts.append(place)
-            held = int(alone[place])
-    return Packs(offsets=np.array([*starts, len(after)], dtype=np.int64), documents=ordered)
 
 
 def branches_of_row(lengths: Sequence[int], reused: Sequence[int]) -> tuple[list[int], list[int], list[int]]:

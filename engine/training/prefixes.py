@@ -63,8 +63,8 @@ def choose_sharing(config: RunConfig, decoder: DecoderConfig) -> PrefixSharing:
     if wanted is False:
         return PrefixSharing(shares=False)
     packed = config.data.packing is True
+    # documents that begin alike, whatever they say
     alike = kind.samples or kind.group > 1
-    """Whether the data is of documents that begin alike, whatever they say."""
     why = _obstacle(config, decoder, has_others=packed or alike)
     if why is not None and wanted is True:
         raise UserError(f"data.share_prefixes is true, but {why}: set data.share_prefixes to auto or false.")
@@ -80,7 +80,7 @@ def choose_sharing(config: RunConfig, decoder: DecoderConfig) -> PrefixSharing:
 def _means_micro_batches(config: RunConfig) -> bool:
     """Returns whether the loss depends on the micro-batch that a completion is in."""
     options = config.objective
-    return config.objective.kind.samples and (options.loss_type == "bnpo" or options.top_entropy_quantile < 1.0)
+    return options.kind.samples and (options.loss_type == "bnpo" or options.top_entropy_quantile < 1.0)
 
 
 def _obstacle(config: RunConfig, decoder: DecoderConfig, *, has_others: bool) -> str | None:

@@ -115,7 +115,7 @@ def test_a_gradient_has_the_same_bits_on_any_threads() -> None:
 
 @pytest.mark.parametrize("has_avx512", [False, True])
 def test_gradients_that_the_kernel_takes(has_avx512: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transpose in fp32 that is large enough, where torch multiplies by AVX2; else torch computes it."""
+    """The kernel takes a large transpose in fp32 where torch multiplies by AVX2; else torch computes it."""
     monkeypatch.setattr(native_product, "_torch_has_avx512", lambda: has_avx512)
     left, right = _operands(FEWEST, FEWEST, FEWEST)
     turned = left.t().contiguous().t()

@@ -1,4 +1,4 @@
-"""Which runs share the beginnings of their documents, and what is said where they cannot."""
+"""Which runs share the beginnings of their documents, and the sentences of those that cannot."""
 
 from __future__ import annotations
 

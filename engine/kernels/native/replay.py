@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels that are made again as they were, by one call from Python for all of them.
+"""Replays of calls of the compiled kernels with the same arguments, by one call from Python for all of them.
 
 A kernel's launcher takes numbers and pointers. Where these are the same each time, all that Python does around it is
 done once: tensors are checked and become pointers when the calls are recorded, and what lies at the pointers is what

@@ -36,6 +36,7 @@ from engine.training.prefixes import choose_sharing
 from engine.training.row_shape import shape_on_mesh
 from engine.training.start_model import check_model, model_source
 from tests.support.commands import options
+from tests.support.spawning import spawn
 
 VOCABULARY, LONGEST = 97, 9
 GROUPS, MEMBERS = 2, 4
@@ -395,6 +396,13 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int, to
             routers = {} if load is None else load.named(load.measured().tolist())
             figures.append({**training.objective.named(result.metrics.tolist()), **routers})
     return losses, figures, gradients, _copied(training.optimizer.flat.master_shards())
+
+
+def engine_ranks(folder: Path, settings: dict[str, object], steps: int, world: int) -> list[tuple[Any, ...]]:
+    """The results of `engine_steps` on each of `world` ranks."""
+    if world == 1:
+        return [engine_steps(folder, settings, steps)]
+    return spawn(engine_steps, world=world, args=(str(folder), settings, steps), timeout=300)
 
 
 def _advantages(drawn: list[Drawn], config: RunConfig) -> Advantages:

@@ -20,6 +20,7 @@ from tests.parity.grpo_training import (
     STEPS,
     Found,
     Job,
+    engine_ranks,
     engine_settings,
     engine_steps,
     save_start,
@@ -27,7 +28,6 @@ from tests.parity.grpo_training import (
     trl_steps,
 )
 from tests.parity.trl_training import NEEDS_TRL
-from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
 pytestmark = NEEDS_TRL
@@ -197,10 +197,7 @@ def test_a_reference_that_moves_is_trls(layout: str, workspace: Path) -> None:
     expected = theirs(workspace, "moving reference", steps)
     world, changes = MOVING_LAYOUTS[layout]
     settings = {**engine_settings(workspace, job), **changes}
-    if world == 1:
-        ranks = [engine_steps(workspace, settings, steps)]
-    else:
-        ranks = spawn(engine_steps, world=world, args=(str(workspace), settings, steps), timeout=300)
+    ranks = engine_ranks(workspace, settings, steps, world)
     known = [one["kl"] for one in expected.figures]
     print(layout, known, [one["kl"] for one in ranks[0][1]], ranks[0][0], expected.losses)
     for losses, figures, *_ in ranks:
@@ -234,10 +231,7 @@ def test_whole_trainings_end_with_trls_adapter(name: str, layout: str, workspace
     job, expected = JOBS[name], theirs(workspace, name, STEPS)
     world, changes = LAYOUTS[layout]
     settings = {**engine_settings(workspace, job), **changes}
-    if world == 1:
-        ranks = [engine_steps(workspace, settings, STEPS)]
-    else:
-        ranks = spawn(engine_steps, world=world, args=(str(workspace), settings, STEPS), timeout=300)
+    ranks = engine_ranks(workspace, settings, STEPS, world)
     largest = 0.0
     for losses, *_ in ranks:
         assert losses == pytest.approx(expected.losses, rel=1e-5, abs=CANCELS)
@@ -282,10 +276,7 @@ def test_auxiliary_loss_of_routers_is_trls(name: str, layout: str, mixture: Path
     job, expected = JOBS[name], theirs(mixture, name, FEW)
     world, changes = BALANCED[layout]
     settings = {**engine_settings(mixture, job), **changes}
-    if world == 1:
-        ranks = [engine_steps(mixture, settings, FEW)]
-    else:
-        ranks = spawn(engine_steps, world=world, args=(str(mixture), settings, FEW), timeout=300)
+    ranks = engine_ranks(mixture, settings, FEW, world)
     for losses, figures, *_ in ranks:
         aux = [one["router_aux_loss"] for one in figures]
         assert aux == pytest.approx([one["aux_loss"] for one in expected.figures], rel=1e-5)

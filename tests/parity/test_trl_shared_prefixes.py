@@ -18,6 +18,7 @@ from tests.parity.grpo_training import (
     STEPS,
     Found,
     Job,
+    engine_ranks,
     engine_settings,
     engine_steps,
     save_start,
@@ -26,7 +27,6 @@ from tests.parity.grpo_training import (
 )
 from tests.parity.test_trl_grpo import BALANCE, CANCELS, JOBS, relative
 from tests.parity.trl_training import NEEDS_TRL
-from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
 pytestmark = NEEDS_TRL
@@ -115,10 +115,7 @@ def test_whole_trainings_end_with_trls_adapter(name: str, layout: str, workspace
     job, expected = JOBS[name], theirs(workspace, name, STEPS)
     world, changes = LAYOUTS[layout]
     settings = {**long_settings(workspace, job), **changes}
-    if world == 1:
-        ranks = [engine_steps(workspace, settings, STEPS)]
-    else:
-        ranks = spawn(engine_steps, world=world, args=(str(workspace), settings, STEPS), timeout=300)
+    ranks = engine_ranks(workspace, settings, STEPS, world)
     for losses, *_ in ranks:
         assert losses == pytest.approx(expected.losses, rel=1e-5, abs=CANCELS)
     found = assemble([rank[2][0] for rank in ranks])
@@ -156,10 +153,7 @@ def test_auxiliary_loss_counts_shared_tokens_as_trl_does(layout: str, mixture: P
     expected = theirs(mixture, "balanced, shared", FEW)
     world, changes = BALANCED[layout]
     settings = {**long_settings(mixture, job), **changes}
-    if world == 1:
-        ranks = [engine_steps(mixture, settings, FEW)]
-    else:
-        ranks = spawn(engine_steps, world=world, args=(str(mixture), settings, FEW), timeout=300)
+    ranks = engine_ranks(mixture, settings, FEW, world)
     for losses, figures, *_ in ranks:
         aux = [one["router_aux_loss"] for one in figures]
         assert aux == pytest.approx([one["aux_loss"] for one in expected.figures], rel=1e-5)

@@ -17,6 +17,7 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import Rows
 from engine.checkpoint.verification import PieceChecks
 from engine.distributed.sharding import ShardSpec
+from engine.kernels.formats import Format
 from engine.sentences import listed
 from engine.telemetry.format import counted
 
@@ -67,6 +68,29 @@ class WeightSource(StoredTensors):
     def changed_names(self) -> list[str]:
         """Tensors whose values are not the stored base's."""
         return []
+
+    def format(self, name: str) -> Format | None:
+        """Returns the format in few bits in which a weight is stored, None where its numbers are.
+
+        `view` and `read` give the numbers either way.
+
+        Raises:
+            UserError: its codes can be decoded, but are in none of the formats.
+        """
+        return None
+
+    def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
+        """Returns a rank's part of a weight as it is stored, in the parts of `engine.kernels.formats`, on the host.
+
+        Args:
+            name: logical name of a weight that has a format.
+            spec: which rows and columns.
+            format: that of `self.format`; with a smaller `granule` where rows that do not share a scale lie together.
+
+        Raises:
+            UserError: the shard begins or ends inside of numbers that share a scale or a byte.
+        """
+        raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings that decide the values beside the files that are read, as JSON."""
@@ -177,6 +201,12 @@ class WrappedSource(WeightSource):
 
     def changed_names(self) -> list[str]:
         return self.base.changed_names()
+
+    def format(self, name: str) -> Format | None:
+        return self.base.format(self.stored_name(name))
+
+    def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
+        return self.base.read_parts(self.stored_name(name), spec, format)
 
     def identity(self) -> dict[str, Any]:
         return self.base.identity()

@@ -23,6 +23,7 @@ from engine.checkpoint.weight_source import SHARED, TIED_HEAD, WeightSource, Wra
 from engine.distributed.sharding import NamedShard, ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.judges.decoder import JudgeConfig
+from engine.kernels.formats import Format
 from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import fill_normal
 from engine.models.names import NameMap
@@ -126,6 +127,9 @@ class JudgeSource(WrappedSource):
     @property
     def changed_config(self) -> dict[str, Any]:
         return self.model.hf_config
+
+    def format(self, name: str) -> Format | None:
+        return super().format(name) if self._draws(name) is None else None
 
     def dtype(self, name: str) -> torch.dtype:
         return super().dtype(name) if (head := self._draws(name)) is None else head.dtype

@@ -18,6 +18,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
 """How frozen linears are stored."""
 BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)
+MULTIPLIED_AS_CODES: tuple[BaseDType, ...] = ("fp8", "fp8_row")
+"""Those whose products read codes, and round inputs too; linears in the others are decoded first."""
 
 Recompute = Literal["none", "selective", "attention", "full"]
 RECOMPUTE_LEVELS: tuple[Recompute, ...] = get_args(Recompute)

@@ -37,7 +37,7 @@ def encoded_names(config: DecoderConfig, base_dtype: str, trained_in_full: Colle
     """
     modules = {name.rpartition(".")[0] for name in trained_in_full}
     plan = TrainingPlan(trains=lambda module: module in modules)
-    model = meta_model(config, plan=plan, base=BaseEncoding(encoding=encoding(base_dtype)))
+    model = meta_model(config, plan=plan, base=BaseEncoding.named(base_dtype))
     return {entry.name for entry in encoded_entries(model)}
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engine.choices import MULTIPLIED_AS_CODES
 from engine.ops.attention.token_context import TokenContext
-
-DECODED = ("nf4", "int8")
-"""Encodings whose numbers are needed for a product; the others multiply with their codes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +32,7 @@ class LinearShape:
     @property
     def is_decoded(self) -> bool:
         """Whether products decode it first, see engine.ops.encoded_weight."""
-        return self.encoding in DECODED
+        return self.encoding is not None and self.encoding not in MULTIPLIED_AS_CODES
 
 
 Around = Callable[[Any], nn.Module]

@@ -29,7 +29,7 @@ from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
 from engine.quantization.encoded_parts import WholeMatrix
-from engine.quantization.encoding import Encoding
+from engine.quantization.encoding import Encoding, part_rows
 
 ALIGNMENT = 256
 """Bytes; every part begins at a multiple of it, as kernels like it."""
@@ -73,7 +73,8 @@ class EncodedEntry:
             UserError: a number is not finite.
         """
         rows, columns = self.spec.local_shape
-        height = max(1, ENCODED_AT_ONCE // columns)
+        together = max((rows // part.shape[0] for part in self.parts.values() if part.shape[0]), default=1)
+        height = max(1, ENCODED_AT_ONCE // columns // together) * together
         try:
             here = self.encoding.join([self.encoding.absmax(weight[run]) for run in _runs(0, rows, height)], 0)
         except UserError as error:
@@ -83,8 +84,9 @@ class EncodedEntry:
             ahead = piece.global_offset - piece.local_offset
             for run in _runs(piece.local_offset, piece.local_offset + piece.length, height):
                 place = replace(whole, first_row=ahead + run.start)
+                there = part_rows(self.encoding, run, columns)
                 for name, encoded in self.encoding.encode(weight[run], place).items():
-                    self.parts[name][run].copy_(encoded)
+                    self.parts[name][there[name]].copy_(encoded)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Returns the numbers that the parts mean, [spec.local_shape]."""
@@ -122,7 +124,8 @@ class EncodedStorage(nn.Module):
 
     Args:
         sections: name and shard of each weight [out, in], in output order; frozen.
-        base: how frozen weights are stored.
+        encoding: of all of them.
+        base: has the memory that they are decoded to, and the makers of operands.
         tp: the ranks that the weights are cut over.
         device: of the memory.
 
@@ -132,10 +135,16 @@ class EncodedStorage(nn.Module):
     """
 
     def __init__(
-        self, sections: Sequence[tuple[str, ShardSpec]], base: BaseEncoding, *, tp: Axis, device: torch.device
+        self,
+        sections: Sequence[tuple[str, ShardSpec]],
+        encoding: Encoding,
+        base: BaseEncoding,
+        *,
+        tp: Axis,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        encoding = base.encoding
+        encoding = encoding.stacked(_bounds([spec for _, spec in sections]))
         for name, spec in sections:
             _check_columns(name, spec, encoding, tp)
             require_product_sizes(encoding.name, *spec.local_shape, device, name)
@@ -161,18 +170,18 @@ class EncodedStorage(nn.Module):
         )
         entries, first = [], 0
         for name, spec in sections:
-            count = spec.local_shape[0]
+            rows_here = part_rows(encoding, slice(first, first + spec.local_shape[0]), columns)
             entries.append(
                 EncodedEntry(
                     name=f"{name}.weight",
                     spec=replace(spec, encoding=encoding.name),
-                    parts={part: whole[first : first + count] for part, whole in parts.items()},
+                    parts={part: whole[rows_here[part]] for part, whole in parts.items()},
                     encoding=encoding,
                     memory=memory,
                     tp=tp,
                 )
             )
-            first += count
+            first += spec.local_shape[0]
         self.entries = tuple(entries)
 
     def operand(self, dtype: torch.dtype, extra: int) -> EncodedWeight:
@@ -190,6 +199,17 @@ class EncodedStorage(nn.Module):
 
 def _view(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _bounds(specs: Sequence[ShardSpec]) -> set[int]:
+    """Returns the rows at which a cut of a whole matrix, or a section of the stack, begins or ends."""
+    bounds, first = set(), 0
+    for spec in specs:
+        for piece in spec.runs(0):
+            bounds |= {piece.global_offset, piece.local_offset, piece.local_offset + piece.length}
+        first += spec.local_shape[0]
+        bounds.add(first)
+    return bounds
 
 
 def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> None:

@@ -7,8 +7,9 @@ name, shard and adapter. The adapters' A are rows of one stacked tensor for the 
 The storage of a linear whose adapters are folded has further columns, [W | B]: each section's B lies beside its own
 rows of W, and B is a view of those columns. So only `weight_view` may be used to read the base.
 
-Where the run stores its base encoded, a linear none of whose sections trains has no storage: its sections' parts lie
-in an `EncodedStorage`, and [W | B] exists while a product runs (see ops.encoded_weight).
+Where the run stores its base encoded, a linear none of whose sections trains, and all of whose sections have the same
+encoding, has no storage: its sections' parts lie in an `EncodedStorage`, and [W | B] exists while a product runs (see
+ops.encoded_weight).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _ParallelLinear(AdaptedModule):
         shared: ShardEntry | None = None,
     ) -> None:
         super().__init__()
-        layout, plan, device = build.layout, build.plan, build.device
+        layout = build.layout
         self.build = build
         self.in_features = sections[0].spec.local_shape[1]
         self._sinks: list[RowsSink] = []
@@ -92,14 +93,10 @@ class _ParallelLinear(AdaptedModule):
         self._magnitude_leaves: list[Tensor] = []
         self._bias_leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
-        adapted = _adapted(adaptable, plan)
+        adapted = _adapted(adaptable, build.plan)
         rank = sum(settings.rank for _, settings, _ in adapted)
-        self.encoded = None
-        if layout.base is not None and shared is None and not any(plan.trains(section.name) for section in sections):
-            weights = [(section.name, section.spec) for section in sections]
-            base = layout.base
-            self.encoded = build.once(lambda: EncodedStorage(weights, base, tp=layout.tp, device=device))
-            may_fold = may_fold and self.encoded.weight.is_decoded
+        self.encoded = self._encode(sections) if shared is None else None
+        may_fold = may_fold and (self.encoded is None or self.encoded.weight.is_decoded)
         may_fold = may_fold and layout.fold and shared is None
         forward_way, backward_way = self._ways(rows, adapted=bool(adapted), may_fold=may_fold)
         folded = FOLDED in (forward_way, backward_way)
@@ -135,6 +132,16 @@ class _ParallelLinear(AdaptedModule):
             name=sections[0].name,
             encoded=self.encoded.operand(build.dtype, extra) if self.encoded is not None else None,
         )
+
+    def _encode(self, sections: list[Section]) -> EncodedStorage | None:
+        """Returns where the weights are stored encoded; None where one trains, or their encodings differ."""
+        base, build = self.build.layout.base, self.build
+        if base is None or any(build.plan.trains(section.name) for section in sections):
+            return None
+        if (encoding := base.common([f"{section.name}.weight" for section in sections])) is None:
+            return None
+        weights = [(section.name, section.spec) for section in sections]
+        return build.once(lambda: EncodedStorage(weights, encoding, base, tp=build.layout.tp, device=build.device))
 
     def _ways(self, rows: int, *, adapted: bool, may_fold: bool) -> tuple[Way, Way]:
         """Returns how base and adapters are multiplied, forward and backward."""

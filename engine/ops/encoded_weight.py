@@ -8,13 +8,15 @@ for the product would round B and H as it rounds its operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import Tensor
 
+from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.formats import Format
 from engine.ops.adapters import LowRank
 from engine.ops.quantized_products import (
     PLAIN_OPERANDS,
@@ -26,7 +28,7 @@ from engine.ops.quantized_products import (
     product_of_rows,
     quantized_rows,
 )
-from engine.quantization.encoding import Encoding
+from engine.quantization.encoding import Encoding, encoding
 
 
 @dataclass(slots=True)
@@ -56,11 +58,34 @@ class Scratch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseEncoding:
-    """The encoding of a model's frozen weights, the memory they are decoded to, and the makers of FP8 operands."""
+    """The encodings of a model's frozen weights, the memory they are decoded to, and the makers of FP8 operands.
 
-    encoding: Encoding
+    Args:
+        formats: name of a weight -> its format, or an encoding's name; None for one that keeps the model's dtype.
+        arithmetic: the backend of the encodings.
+    """
+
+    formats: Callable[[str], str | Format | None]
+    arithmetic: Arithmetic = PLAIN
     scratch: Scratch = field(default_factory=Scratch)
     operands: OperandKernels = PLAIN_OPERANDS
+
+    @classmethod
+    def named(
+        cls, name: str, arithmetic: Arithmetic = PLAIN, operands: OperandKernels = PLAIN_OPERANDS
+    ) -> BaseEncoding:
+        """Returns one encoding for all frozen weights, by its name."""
+        return cls(formats=lambda weight_name: name, arithmetic=arithmetic, operands=operands)
+
+    def of(self, weight_name: str) -> Encoding | None:
+        """Returns the encoding of a weight, by its logical name; None where it keeps the model's dtype."""
+        found = self.formats(weight_name)
+        return None if found is None else encoding(found, self.arithmetic)
+
+    def common(self, weight_names: Sequence[str]) -> Encoding | None:
+        """Returns the encoding of weights that one product reads; None where it is not the same for all of them."""
+        first, *others = {self.formats(name) for name in weight_names} or {None}
+        return None if others or first is None else encoding(first, self.arithmetic)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,10 @@
 """Products with frozen weights that are stored in fewer bytes: y = x W^T and dX = dY W. There is no dW.
 
-nf4 and int8 are decoded into a scratch of the compute dtype and multiplied by the vendor's product. The scratch may be
-[W | B], with adapters folded beside the weight: B is the caller's, W is written here.
+Most are decoded into a scratch of the compute dtype and multiplied by the vendor's product. The scratch may be [W | B],
+with adapters folded beside the weight: B is the caller's, W is written here.
 
-e4m3 weights are multiplied as they are; x and dY are rounded to e4m3 first, scaled by row or as a whole as the weight
-is:
+Weights in fp8 and fp8_row are multiplied as they are; x and dY are rounded to e4m3 first, scaled by row or as a whole
+as the weight is:
 
     forward          y = (q(x) q(W)^T) s_x s_W           the scale of W belongs to y's columns
     input gradient  dX = (q(dY s_W) q(W)) s_dY           and to the summed dimension here, so it is in dY beforehand
@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.choices import MULTIPLIED_AS_CODES
 from engine.errors import UserError
 from engine.kernels import reference_quantize
 from engine.quantization.encoding import Encoding
@@ -164,7 +165,7 @@ class QuantizedWeight:
     @property
     def is_decoded(self) -> bool:
         """Whether products decode the weight to the compute dtype first, and so may have adapters folded in."""
-        return self.encoding.name in ("nf4", "int8")
+        return self.encoding.name not in MULTIPLIED_AS_CODES
 
     @property
     def by_row(self) -> bool:
@@ -187,7 +188,7 @@ def require_product_sizes(encoding: str, rows: int, columns: int, device: torch.
     Raises:
         UserError: a size does not divide by FP8_MULTIPLE.
     """
-    if encoding.startswith("fp8") and device.type == "cuda" and (rows % FP8_MULTIPLE or columns % FP8_MULTIPLE):
+    if encoding in MULTIPLIED_AS_CODES and device.type == "cuda" and (rows % FP8_MULTIPLE or columns % FP8_MULTIPLE):
         raise UserError(
             f"{what} is {rows} x {columns} on each rank, and FP8 products on a GPU need multiples of {FP8_MULTIPLE}: "
             "use a smaller parallel.tensor, or model.base_dtype int8."

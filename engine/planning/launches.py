@@ -32,7 +32,6 @@ from engine.ops.kernels.op import Op, write_in_place
 from engine.planning.attention_speeds import BLOCK, AttentionShape
 from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import shape_torch_attention
-from engine.quantization.encoding import encoding
 from engine.spans import Block
 
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
@@ -315,7 +314,7 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
         if one.name != "multiply"
     }
     arithmetic = replace(PLAIN, nf4_decode=decode, row_decode=decode)
-    return replace(base, encoding=encoding(base.encoding.name, arithmetic), operands=replace(base.operands, **makers))
+    return replace(base, arithmetic=arithmetic, operands=replace(base.operands, **makers))
 
 
 def _no_products(*_: Any, **__: Any) -> float:

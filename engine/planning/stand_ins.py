@@ -15,7 +15,6 @@ from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels.op import codes, like, row_codes, wide, write_in_place
 from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
-from engine.quantization.encoding import encoding
 
 
 def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
@@ -32,7 +31,7 @@ def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
             transpose=lambda codes: codes.new_empty(codes.shape[::-1]),
             multiply=gpu_product,
         )
-    return BaseEncoding(encoding=encoding(name, arithmetic), operands=operands)
+    return BaseEncoding.named(name, arithmetic, operands)
 
 
 def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:

@@ -1,8 +1,8 @@
 """The interface of an encoding of a frozen weight, and the encodings by name.
 
-A weight is one logical matrix [rows, columns]. It becomes a few tensors, its parts, each of which has the matrix's rows
-as its first dimension. So a cut along rows is a slice of each part, and matrices stacked by rows in one storage
-(q, k, v; gate, up) are their parts stacked: scales are recorded row by row.
+A weight is one logical matrix [rows, columns]. It becomes a few tensors, its parts. Each has a row for each row of the
+matrix, or for several of them. So a cut along rows is a slice of each part (`part_rows`), and matrices stacked by rows
+in one storage (q, k, v; gate, up) are their parts stacked.
 
 Scales look at more than a shard: at the whole row (int8, fp8_row), at the whole matrix (fp8), or, for the scales of its
 scales, at the whole matrix too (nf4). A shard therefore gets its parts in one of two ways, with the same bits:
@@ -15,7 +15,7 @@ Nothing here communicates or knows of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.choices import BASE_DTYPES
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.formats import Format
 from engine.quantization.encoded_parts import WholeMatrix
 
 
@@ -43,7 +44,15 @@ class Encoding(Protocol):
     def block(self) -> int: ...
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns the shape and dtype of each stored tensor; the first dimension of all is `rows`."""
+        """Returns the shape and dtype of each stored tensor. The first dimension grows with `rows`; as a rule it is
+        their number."""
+
+    def stacked(self, bounds: Iterable[int]) -> Encoding:
+        """Returns the encoding for shards and stacks whose matrices begin and end at these rows.
+
+        It means the same numbers. Where several rows share a row of a part, there are so few of them that no bound
+        divides it.
+        """
 
     def absmax(self, weight: Tensor) -> Tensor:
         """Returns a shard's contribution to the whole matrix's scales, fp32 [rows, n].
@@ -87,19 +96,26 @@ class Encoding(Protocol):
         """
 
 
+def part_rows(code: Encoding, rows: slice, columns: int) -> dict[str, slice]:
+    """Returns the rows of each part that belong to rows of a matrix of so many columns."""
+    first, last = (code.parts(count, columns) for count in (rows.start, rows.stop))
+    return {name: slice(first[name][0][0], last[name][0][0]) for name in last}
+
+
 ENCODING_NAMES = BASE_DTYPES
 
 
-def encoding(name: str, arithmetic: Arithmetic = PLAIN) -> Encoding:
-    """Returns the encoding called `name`.
+def encoding(which: str | Format, arithmetic: Arithmetic = PLAIN) -> Encoding:
+    """Returns an encoding.
 
     Args:
-        name: one of ENCODING_NAMES.
+        which: a format, or one of ENCODING_NAMES.
         arithmetic: the backend of its loops.
 
     Raises:
         UserError: there is none of that name.
     """
+    name = which if isinstance(which, str) else which.name
     if name == "nf4":
         from engine.quantization.nf4 import Nf4
 

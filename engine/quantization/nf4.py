@@ -18,7 +18,7 @@ bitsandbytes has 4 bytes to 16384 weights. Shards and stacks then need nothing b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,9 @@ class Nf4:
             "groups": ((rows, 1 + num_groups(blocks)), torch.float32),
             "phase": ((rows,), torch.uint8),
         }
+
+    def stacked(self, bounds: Iterable[int]) -> Nf4:
+        return self
 
     def absmax(self, weight: Tensor) -> Tensor:
         absmax = self.arithmetic.block_absmax(weight, NF4_BLOCK)

@@ -6,7 +6,7 @@ nothing but their own rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,9 @@ class RowwiseEncoding:
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"codes": ((rows, columns), self.dtype), "scales": ((rows,), torch.float32)}
+
+    def stacked(self, bounds: Iterable[int]) -> RowwiseEncoding:
+        return self
 
     def absmax(self, weight: Tensor) -> Tensor:
         """Returns the maxima, [rows, 1], or [rows, 0] of a matrix without columns."""

@@ -23,7 +23,6 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding
-from engine.quantization.encoding import encoding
 from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -61,7 +60,7 @@ def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncodin
     from engine.ops.quantized_backends import choose_quantized
 
     backend = choose_quantized(kernels, device)
-    return BaseEncoding(encoding=encoding(name, backend.arithmetic), operands=backend.operands)
+    return BaseEncoding.named(name, backend.arithmetic, backend.operands)
 
 
 def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:

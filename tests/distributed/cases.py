@@ -31,7 +31,6 @@ from engine.ops.quantized_backends import choose_quantized
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
-from engine.quantization.encoding import encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
@@ -109,7 +108,7 @@ class Case:
             return None
         wanted = "triton" if device is not None and device.type == "cuda" else "reference"
         backend = choose_quantized(wanted, device or torch.device("cpu"))
-        return BaseEncoding(encoding=encoding(self.base, backend.arithmetic), operands=backend.operands)
+        return BaseEncoding.named(self.base, backend.arithmetic, backend.operands)
 
 
 @dataclass(kw_only=True)

@@ -403,7 +403,7 @@ class Run:
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
             experts=mesh.experts, fold=case.fold,
-            base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)), **more,
+            base=None if layout.base is None else BaseEncoding.named(layout.base), **more,
         )  # fmt: skip
         host = host_memory(CPU)
         self.kept = WeightPlacement(

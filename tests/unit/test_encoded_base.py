@@ -45,7 +45,7 @@ NAMES = ("nf4", "int8", "fp8", "fp8_row")
 
 def _model(case: Case, base: str | None, *, fold: bool = True) -> Decoder:
     """With the values that `whole_tensor` gives each name."""
-    layout = TensorLayout(fold=fold, base=None if base is None else BaseEncoding(encoding=encoding(base)))
+    layout = TensorLayout(fold=fold, base=None if base is None else BaseEncoding.named(base))
     model = Decoder(case.config, layout=layout, plan=case.plan(), device=CPU, dtype=torch.float32)
     for entry in shard_entries(model):
         entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))
@@ -91,7 +91,7 @@ def test_losses_and_gradients_are_those_of_rounded_weights_in_plain_torch(base: 
 
 def _linear(base: str, weight: Tensor) -> RowParallelLinear:
     settings = AdapterSettings(rank=4, scale=1.5, dropout=0.0)
-    layout, plan = TensorLayout(base=BaseEncoding(encoding=encoding(base))), TrainingPlan(adapter=lambda _: settings)
+    layout, plan = TensorLayout(base=BaseEncoding.named(base)), TrainingPlan(adapter=lambda _: settings)
     build = LayerContext(layout=layout, plan=plan, device=CPU, dtype=torch.float32)
     linear = RowParallelLinear("down_proj", weight.shape[1], weight.shape[0], bias=False, site=0, build=build)
     fill_encoded(encoded_entries(linear), lambda entry: weight)
@@ -218,7 +218,7 @@ def test_loading_holds_one_weight_beside_the_model(base: str, stored: Path, monk
     prepared, decoder = _Prepared(source), source.model.decoder
     monkeypatch.setattr(encoded_storage, "ENCODED_AT_ONCE", 8 * 1024)
     with LiveStorages() as live:
-        layout = TensorLayout(base=BaseEncoding(encoding=encoding(base)))
+        layout = TensorLayout(base=BaseEncoding.named(base))
         model = Decoder(decoder, layout=layout, plan=TrainingPlan(), device=CPU, dtype=torch.float32)
         built = live.live
         live.reset()
@@ -244,11 +244,11 @@ def _refusal(call) -> str:
 
 
 def test_a_cut_through_a_block_is_refused_with_the_numbers() -> None:
-    base = BaseEncoding(encoding=encoding("nf4"))
+    base = BaseEncoding.named("nf4")
     message = _refusal(lambda: meta_model(CONFIG, tensor_size=2, base=base))
     assert "parallel.tensor 2 cuts the 64 input features of layers.0.attention.o_proj into 32 a rank" in message
     assert "a multiple of 64" in message
-    meta_model(CONFIG, tensor_size=2, base=BaseEncoding(encoding=encoding("int8")))
+    meta_model(CONFIG, tensor_size=2, base=BaseEncoding.named("int8"))
     meta_model(small_config(hidden=64, intermediate=128, head_dim=16), tensor_size=2, base=base)
 
 
@@ -270,9 +270,11 @@ def test_names_of_encodings() -> None:
 
 
 def test_sizes_that_fp8_products_cannot_take_are_refused_on_a_gpu() -> None:
-    base = BaseEncoding(encoding=encoding("fp8"))
+    base = BaseEncoding.named("fp8")
     spec = split_spec((40, 24), 0, rank=0, size=1, what="rows")
-    message = _refusal(lambda: EncodedStorage([("down", spec)], base, tp=Axis("tp"), device=torch.device("cuda")))
+    message = _refusal(
+        lambda: EncodedStorage([("down", spec)], encoding("fp8"), base, tp=Axis("tp"), device=torch.device("cuda"))
+    )
     assert "down is 40 x 24" in message and "multiples of 16" in message
 
 
@@ -311,7 +313,7 @@ def _shared_heads() -> dict[str, bool]:
     found = {}
     for base in ("fp8", "int8"):
         layout = TensorLayout(
-            tp=mesh.tp, kv_replica=mesh.kv_replica, base=BaseEncoding(encoding=encoding(base))
+            tp=mesh.tp, kv_replica=mesh.kv_replica, base=BaseEncoding.named(base)
         )  # fmt: skip
         model = Decoder(config, layout=layout, plan=TrainingPlan(), device=CPU, dtype=torch.float32)
         entries = list(encoded_entries(model))

@@ -40,7 +40,7 @@ def _computed(
         adapter=lambda name: settings if adapters and name.endswith("_proj") else None,
         seed=5,
     )
-    layout = TensorLayout(base=None if base is None else BaseEncoding(encoding=encoding(base)))
+    layout = TensorLayout(base=None if base is None else BaseEncoding.named(base))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=dtype)
     mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     mlp._loops = loops
@@ -87,7 +87,7 @@ def test_the_bits_are_those_of_decoded_weights(base: str, loops: bool, adapters:
 def test_what_is_encoded_does_not_depend_on_where_experts_are(rank: int, trained: int) -> None:
     """One process stores all gates and ups of a layer in one tensor, which has to be plain for one that trains."""
     axes = ExpertAxes(ep=Axis("ep", 2, rank), tp=Axis("tp"), data="edp")
-    layout = TensorLayout(experts=axes, base=BaseEncoding(encoding=encoding("nf4")))
+    layout = TensorLayout(experts=axes, base=BaseEncoding.named("nf4"))
     plan = TrainingPlan(trains=lambda module: module.endswith(f"experts.{trained}.up_proj"))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
@@ -109,7 +109,7 @@ def test_what_is_encoded_does_not_depend_on_where_experts_are(rank: int, trained
 def test_the_log_says_over_which_ranks_weights_are(data: str, rest: int, experts: int, said: str) -> None:
     config = small_config(num_layers=1, hidden=64, head_dim=16, intermediate=64, variants=(SIZES,))
     axes = ExpertAxes(ep=Axis("ep"), tp=Axis("tp"), data=data)  # type: ignore[arg-type]
-    layout = TensorLayout(experts=axes, base=BaseEncoding(encoding=encoding("int8")))
+    layout = TensorLayout(experts=axes, base=BaseEncoding.named("int8"))
     model = Decoder(
         config, layout=layout, plan=TrainingPlan(), device=torch.device("meta"), dtype=torch.float32
     )  # fmt: skip

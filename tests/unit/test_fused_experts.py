@@ -18,7 +18,6 @@ from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import shard_entries
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
-from engine.quantization.encoding import encoding
 from tests.distributed.cases import whole_tensor
 from tests.unit.test_ops_routing import _context
 
@@ -90,7 +89,7 @@ def _computed(
     plan = TrainingPlan(
         trains=lambda name: name.endswith(("router", *trains)), adapter=adapter, seed=5, experts=experts
     )
-    layout = TensorLayout(base=None if base is None else BaseEncoding(encoding=encoding(base)))
+    layout = TensorLayout(base=None if base is None else BaseEncoding.named(base))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     sizes = RoutedSizes(rule=RULE, intermediate=INNER, has_biases=biases)
     mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)

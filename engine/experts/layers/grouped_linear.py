@@ -144,16 +144,18 @@ class GroupedLinear(AdaptedModule):
         )
 
     def _encode(self) -> EncodedStorage | None:
-        """Returns where the weights are stored encoded; None where one of the layer's trains, on whichever rank it is:
-        what is encoded does not depend on the layout."""
+        """Returns where the weights are stored encoded; None where one of the layer's trains, on whichever rank it is,
+        or their encodings differ: what is encoded does not depend on the layout."""
         layout, leaves = self._build.layout, self._names
         everywhere = [f"{self._prefix}.{expert}.{leaf}" for expert in range(self._num_experts) for leaf in leaves]
         if layout.base is None or any(map(self._build.plan.trains, everywhere)):
             return None
-        sections = [(f"{self._prefix}.{expert}.{leaf}", self._spec) for expert in self._experts for leaf in leaves]
         base = layout.base
+        if (encoding := base.common([f"{module}.weight" for module in everywhere])) is None:
+            return None
+        sections = [(f"{self._prefix}.{expert}.{leaf}", self._spec) for expert in self._experts for leaf in leaves]
         return self._build.once(
-            lambda: EncodedStorage(sections, base, tp=layout.expert_axes.tp, device=self._build.device)
+            lambda: EncodedStorage(sections, encoding, base, tp=layout.expert_axes.tp, device=self._build.device)
         )
 
     def _decoded_operand(self, b_EOR: Tensor | None) -> EncodedExperts | None:

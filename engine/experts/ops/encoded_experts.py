@@ -48,9 +48,11 @@ class EncodedExperts:
 
     def one(self, expert: int, num_columns: int) -> Tensor:
         """Returns [W | B] or W of an expert, [O, num_columns], valid until the next call."""
-        rows = slice(expert * self._rows, (expert + 1) * self._rows)
         out = self._take(self._rows, num_columns)
-        parts = {name: part[rows] for name, part in self.weight.parts.items()}
+        parts = {}
+        for name, part in self.weight.parts.items():  # of each expert as many rows, whatever these are
+            count = part.shape[0] // self.num_experts
+            parts[name] = part[expert * count : (expert + 1) * count]
         self.weight.encoding.decode(parts, out[:, : self.weight.in_features])
         if num_columns > self.weight.in_features and self.b_EOR is not None:
             out[:, self.weight.in_features :] = self.b_EOR[expert]

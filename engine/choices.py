@@ -5,7 +5,7 @@ A layer that is given one of these knows what to do, and not where it was asked 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 VISION = "vision."
 """Prefix of the names of a vision model's modules, and of their parameters."""
@@ -15,10 +15,15 @@ Implementation = Literal["auto", "native", "adopted"]
 family."""
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
+STORED: Final = "stored"
+"""The `BaseDType` of a checkpoint in few bits that stays as it is."""
+Encoded = Literal["nf4", "int8", "fp8", "fp8_row"]
+ENCODED: tuple[Encoded, ...] = get_args(Encoded)
+"""Encodings that weights are given while they are read."""
+BaseDType = Literal["stored", Encoded]
 """How frozen linears are stored."""
-BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)
-MULTIPLIED_AS_CODES: tuple[BaseDType, ...] = ("fp8", "fp8_row")
+BASE_DTYPES: tuple[BaseDType, ...] = (STORED, *ENCODED)
+MULTIPLIED_AS_CODES: tuple[Encoded, ...] = ("fp8", "fp8_row")
 """Those whose products read codes, and round inputs too; linears in the others are decoded first."""
 
 Recompute = Literal["none", "selective", "attention", "full"]

@@ -24,7 +24,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES, IMPLEMENTATIONS
+from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, ENCODED, IMPLEMENTATIONS
 from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.hub_push import add_push, check_push, push_of, upload
@@ -87,7 +87,7 @@ def build_parser(command: str | None = None) -> CommandLine:
     merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
     merging.add_argument(
         "--base-dtype",
-        choices=BASE_DTYPES,
+        choices=ENCODED,
         help="encoding of the base when the adapter was trained: merge into the weights as it rounds them",
     )
     add_model_options(merging)

@@ -17,7 +17,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from engine.choices import BASE_DTYPES
+from engine.choices import ENCODED
 from engine.config.command_line import CommandLine, named_as
 from engine.config.hub import instead_of, local_folder
 from engine.config.hub_flag import add_download, with_local_folders
@@ -48,7 +48,7 @@ def build_parser() -> CommandLine:
     add_run_options(parser)
     parser.add_argument(
         "--base-dtype",
-        choices=BASE_DTYPES,
+        choices=ENCODED,
         help="with --merged, of a PEFT adapter: encoding of the base when it was trained",
     )
     add_model_options(parser)

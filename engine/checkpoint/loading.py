@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.weight_source import WeightSource
 from engine.distributed.collectives import broadcast_async
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
-from engine.layers.encoded_storage import EncodedEntry, fill_encoded
+from engine.layers.encoded_storage import EncodedEntry, Holding, fill_encoded, fill_stored
 
 
 def load_parameters(
@@ -85,7 +86,7 @@ def load_encoded(
     entries: Iterable[EncodedEntry],
     source: TensorReader,
     *,
-    holding: Callable[[Tensor], AbstractContextManager[None]],
+    holding: Holding,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Encodes stored weights one at a time: no more than one unencoded weight is in memory beside the codes.
@@ -95,7 +96,7 @@ def load_encoded(
     Args:
         entries: of the model on this rank.
         source: where the weights are stored, at any layout.
-        holding: see `fill_encoded`.
+        holding: see `engine.layers.encoded_storage`.
         progress: called with the bytes of each weight as stored, once it is read.
 
     Raises:
@@ -110,3 +111,33 @@ def load_encoded(
         return weight
 
     fill_encoded(entries, read, holding=holding)
+
+
+def load_stored(
+    entries: Iterable[EncodedEntry],
+    source: WeightSource,
+    *,
+    holding: Holding,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Copies the parts of weights that are stored in the formats in which the model keeps them, one weight at a time.
+
+    Args:
+        entries: of the model on this rank.
+        source: where the weights are stored.
+        holding: see `engine.layers.encoded_storage`.
+        progress: called with the bytes of each weight's parts, once they are read.
+
+    Raises:
+        UserError: a tensor is absent from the source, has another shape, is damaged, or is not finite.
+    """
+
+    def read(entry: EncodedEntry) -> dict[str, Tensor]:
+        found = source.format(entry.name)
+        assert found is not None, entry.name
+        parts = source.read_parts(entry.name, entry.spec, replace(found, granule=entry.granule))
+        if progress is not None:
+            progress(entry.num_bytes)
+        return parts
+
+    fill_stored(entries, read, holding=holding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from pathlib import Path
 
+from engine.choices import STORED
 from engine.config.checks import require
 from engine.config.data import split_mix
 from engine.config.distillation import BASE, is_server
@@ -143,6 +144,9 @@ def check_pairs(config: RunConfig) -> None:
          "of the adapter, or lora.init_from to null."),
         _fused_clash(config, "qkv", "q_proj", "k_proj", "v_proj"),
         _fused_clash(config, "gate_up", "gate_proj", "up_proj"),
+        (model.base_dtype == STORED and model.init == "random",
+         "model.base_dtype is stored and model.init is random, but weights that are drawn are not stored: set "
+         "model.base_dtype to one that encodes, or model.init to checkpoint."),
         (adapts and lora.dora and model.base_dtype is not None,
          f"lora.dora is true and model.base_dtype is {model.base_dtype}, but DoRA needs the lengths of the base's "
          "rows, which are not known of encoded weights: set model.base_dtype to null, or lora.dora to false."),

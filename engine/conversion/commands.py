@@ -19,7 +19,7 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.untied import trained_apart, untied
 from engine.checkpoint.weight_source import WeightSource
-from engine.choices import AdapterForm, AdapterReader, Implementation
+from engine.choices import STORED, AdapterForm, AdapterReader, Implementation
 from engine.config.hub import instead_of, local_folder, looks_like_hub_name, name_of_snapshot
 from engine.config.run_files import CHECKPOINTS
 from engine.conversion.add_adapter import summary
@@ -253,7 +253,7 @@ def _as_trained(
     """Returns the base that an adapter was trained beside: decoded from its encoding, unless the stored one is
     asked for.
     """
-    if weights is None or base_dtype is None:
+    if weights is None or base_dtype is None or base_dtype == STORED:  # which is read with the numbers of training
         return weights
     if options.stored_base:
         log.info(f"note: trained beside a base in {base_dtype}, merged into the stored weights as asked for")

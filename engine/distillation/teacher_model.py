@@ -13,6 +13,7 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.tokenizer_files import holds_tokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
+from engine.choices import STORED
 from engine.config.distillation import BASE, is_server
 from engine.config.hub import instead_of
 from engine.config.run import RunConfig
@@ -82,7 +83,7 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
         train=replace(config.train, router_aux_loss_coef=0.0),
         memory=replace(config.memory, cuda_graph="none"),
     )
-    check_model(own, source.model, world_size)
+    check_model(own, source.model, world_size, source)
     places = (source.model.path if trained.path is None else trained.path, source.model.path)
     tokenizer = next(filter(holds_tokenizer, places), None)
     return OpenTeacher(config=own, source=source, live=live, tokenizer=tokenizer)
@@ -181,7 +182,7 @@ def build_teacher(opened: OpenTeacher, launch: Launch, training: Training, log: 
         config,
         launch,
         ModelPlan(modules=live.plan, partition=partition, shapes={}, trained={}),
-        choose_for_device(config, launch.device, live.config),
+        choose_for_device(config, launch.device, live.config, opened.source.format),
         mesh,
         decoder=live.config,
         weights=weights,
@@ -195,5 +196,6 @@ def build_teacher(opened: OpenTeacher, launch: Launch, training: Training, log: 
         total = sum(part.tensor.nbytes for part in parts)
         with Progress(log, "reading weights of a teacher", total, "bytes") as progress:
             load_parameters(parts, live.tensors, progress=progress.advance)
-        fill_base(config, opened.source.model, live.tensors, stages.models(), weights, log)
+        stored = opened.source if config.model.base_dtype == STORED else None
+        fill_base(config, opened.source.model, live.tensors, stages.models(), weights, log, stored=stored)
     return stages

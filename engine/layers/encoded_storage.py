@@ -62,6 +62,27 @@ class EncodedEntry:
         """The bytes of the parts."""
         return sum(part.nbytes for part in self.parts.values())
 
+    @property
+    def granule(self) -> int:
+        """Rows of the weight to a row of its scales."""
+        return self.spec.local_shape[0] // self.parts["scales"].shape[0]
+
+    @torch.no_grad()
+    def fill(self, parts: Mapping[str, Tensor]) -> None:
+        """Copies parts that were stored as such.
+
+        Raises:
+            UserError: a number that they mean is not finite.
+        """
+        for name, part in self.parts.items():
+            found = parts[name]
+            assert found.shape == part.shape and found.dtype == part.dtype, (self.name, name, found, part)
+            part.copy_(found)
+            if _has_no_number(name, part):
+                raise UserError(
+                    f"{self.name} has {name} that are not finite as it is stored: use another copy of the model."
+                )
+
     @torch.no_grad()
     def encode(self, weight: Tensor) -> None:
         """Fills the parts. Collective over `tp` where the weight is cut.
@@ -111,6 +132,19 @@ class EncodedEntry:
         absmax = here.new_empty(spec.global_shape[0], here.shape[1])
         absmax[all_gather(rows, self.tp)] = all_gather(here[local], self.tp)
         return WholeMatrix(absmax=absmax)
+
+
+_NAN_E4M3, _NAN_E8M0 = 0x7F, 0xFF
+"""Codes that are no number; the first with either sign."""
+
+
+def _has_no_number(name: str, part: Tensor) -> bool:
+    """Returns whether a part of numbers or exponents has one that is not finite."""
+    if part.dtype == torch.float8_e4m3fn:
+        return bool((part.view(torch.uint8) & _NAN_E4M3 == _NAN_E4M3).any())
+    if part.is_floating_point():
+        return not bool(torch.isfinite(part).all())
+    return name == "scales" and part.dtype == torch.uint8 and bool((part == _NAN_E8M0).any())
 
 
 def _runs(first: int, last: int, height: int) -> Iterator[slice]:
@@ -213,12 +247,13 @@ def _bounds(specs: Sequence[ShardSpec]) -> set[int]:
 
 
 def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> None:
-    columns, held = spec.global_shape[1], spec.local_shape[1]
-    if encoding.block and held != columns and held % encoding.block:
+    (columns, held), block = (shape[1] for shape in (spec.global_shape, spec.local_shape)), encoding.block
+    if block and held != columns and held % block:
+        fitting = [size for size in range(1, tp.size) if size == 1 or columns % (size * block) == 0]
         raise UserError(
-            f"model.base_dtype {encoding.name} has one scale for {encoding.block} input features, but parallel.tensor "
-            f"{tp.size} cuts the {columns} input features of {name} into {held} a rank: use a parallel.tensor that "
-            f"leaves each rank a multiple of {encoding.block}, or model.base_dtype null."
+            f"a base in {encoding.name} has one scale for {block} input features, but parallel.tensor {tp.size} cuts "
+            f"the {columns} input features of {name} into {held} a rank: use parallel.tensor "
+            f"{' or '.join(map(str, fitting))}, which leaves each rank a multiple of {block}, or model.base_dtype null."
         )
 
 
@@ -236,11 +271,15 @@ def encoded_memories(module: nn.Module) -> Iterator[ShardEntry]:
             yield child.entry
 
 
+Holding = Callable[[Tensor], AbstractContextManager[None]]
+"""Makes the memory of a linear's parts be there, and keeps afterwards what this rank keeps of it."""
+
+
 def fill_encoded(
     entries: Iterable[EncodedEntry],
     read: Callable[[EncodedEntry], Tensor],
     *,
-    holding: Callable[[Tensor], AbstractContextManager[None]] = lambda memory: nullcontext(),
+    holding: Holding = lambda memory: nullcontext(),
 ) -> None:
     """Encodes each weight as soon as it is read, and drops it before the next one.
 
@@ -249,10 +288,26 @@ def fill_encoded(
     Args:
         entries: in the same order on every rank.
         read: gives a weight's numbers on this rank, [spec.local_shape].
-        holding: makes the memory of a linear's parts be there, and keeps afterwards what this rank keeps of it.
+        holding: see `Holding`.
     """
+    _fill(entries, lambda entry: entry.encode(read(entry)), holding)
+
+
+def fill_stored(
+    entries: Iterable[EncodedEntry], read: Callable[[EncodedEntry], Mapping[str, Tensor]], *, holding: Holding
+) -> None:
+    """Copies the parts of each weight as soon as they are read, and drops them before the next one.
+
+    Args:
+        read: gives a weight's parts on this rank.
+        holding: see `Holding`.
+    """
+    _fill(entries, lambda entry: entry.fill(read(entry)), holding)
+
+
+def _fill(entries: Iterable[EncodedEntry], fill: Callable[[EncodedEntry], None], holding: Holding) -> None:
     for _, group in groupby(entries, key=lambda entry: id(entry.memory)):
         linear = list(group)
         with holding(linear[0].memory):
             for entry in linear:
-                entry.encode(read(entry))
+                fill(entry)

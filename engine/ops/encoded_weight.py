@@ -56,16 +56,20 @@ class Scratch:
         return memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
+Formats = Callable[[str], str | Format | None]
+"""Name of a weight -> its format, or an encoding's name; None for one that keeps the model's dtype."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseEncoding:
     """The encodings of a model's frozen weights, the memory they are decoded to, and the makers of FP8 operands.
 
     Args:
-        formats: name of a weight -> its format, or an encoding's name; None for one that keeps the model's dtype.
+        formats: of the weights.
         arithmetic: the backend of the encodings.
     """
 
-    formats: Callable[[str], str | Format | None]
+    formats: Formats
     arithmetic: Arithmetic = PLAIN
     scratch: Scratch = field(default_factory=Scratch)
     operands: OperandKernels = PLAIN_OPERANDS

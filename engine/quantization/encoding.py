@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.choices import BASE_DTYPES
+from engine.choices import ENCODED
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.formats import Format
@@ -102,7 +102,7 @@ def part_rows(code: Encoding, rows: slice, columns: int) -> dict[str, slice]:
     return {name: slice(first[name][0][0], last[name][0][0]) for name in last}
 
 
-ENCODING_NAMES = BASE_DTYPES
+ENCODING_NAMES = ENCODED
 
 
 def encoding(which: str | Format, arithmetic: Arithmetic = PLAIN) -> Encoding:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint.loading import load_encoded
+from engine.checkpoint.loading import load_encoded, load_stored
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.weight_source import WeightSource
+from engine.choices import ENCODED, STORED
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -22,7 +25,8 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
-from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.encoded_weight import BaseEncoding, Formats
+from engine.sentences import listed
 from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -31,17 +35,21 @@ FP8_CAPABILITY = {"fp8": (8, 9), "fp8_row": (9, 0)}
 """The oldest GPU that multiplies with one scale per matrix, and with one per row."""
 
 
-def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | None:
+def base_encoding(config: RunConfig, device: torch.device, formats: Formats | None = None) -> BaseEncoding | None:
     """Returns how `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
 
     Args:
         device: of the weights; "meta" where nothing is computed.
+        formats: in which the checkpoint has its weights; needed where they stay as they are stored.
 
     Raises:
         UserError: the GPU has no products for it.
     """
     name = config.model.base_dtype
-    return None if name is None else named_encoding(name, config.model.kernels, device)
+    if name is None or name != STORED:
+        return None if name is None else named_encoding(name, config.model.kernels, device)
+    assert formats is not None, "weights that are drawn are stored in no format"
+    return _by_backend(formats, config.model.kernels, device)
 
 
 def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncoding:
@@ -57,31 +65,66 @@ def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncodin
                 f"model.base_dtype is {name}, which needs a GPU of compute capability {needed[0]}.{needed[1]}, but "
                 f"this one has {found[0]}.{found[1]}: set model.base_dtype to int8 or nf4."
             )
+    return _by_backend(lambda weight_name: name, kernels, device)
+
+
+def _by_backend(formats: Formats, kernels: str, device: torch.device) -> BaseEncoding:
     from engine.ops.quantized_backends import choose_quantized
 
     backend = choose_quantized(kernels, device)
-    return BaseEncoding.named(name, backend.arithmetic, backend.operands)
+    return BaseEncoding(formats=formats, arithmetic=backend.arithmetic, operands=backend.operands)
 
 
-def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:
+def check_base(
+    config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, weights: WeightSource | None = None
+) -> None:
     """Checks that `model.base_dtype` can be used in this model.
 
+    Args:
+        weights: of the checkpoint; needed where they stay as they are stored.
+
     Raises:
-        UserError: every linear of the layers trains, or ranks would cut through numbers that share a scale.
+        UserError: every linear of the layers trains, none is stored in few bits, or ranks would cut through numbers
+            that share a scale.
     """
-    base = base_encoding(config, torch.device("meta"))
+    if config.model.base_dtype == STORED:
+        assert weights is not None
+        _require_formats(weights)
+    base = base_encoding(config, torch.device("meta"), None if weights is None else weights.format)
     if base is None:
         return
     parallel = config.parallel
     model = meta_model(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
     )
-    if not any(True for _ in encoded_entries(model)):
+    if any(True for _ in encoded_entries(model)):
+        return
+    if config.model.base_dtype == STORED and not config.trainable:
         raise UserError(
-            f"model.base_dtype is {config.model.base_dtype} and trainable is {list(config.trainable)}, which trains "
-            "every linear of the layers, so that nothing frozen is left to encode: set model.base_dtype to null, or "
-            "train less."
+            f"model.base_dtype is stored, but {config.model.path} has no linear of the layers whose weights are all in "
+            "the same format: set model.base_dtype to null, which decodes them."
         )
+    raise UserError(
+        f"model.base_dtype is {config.model.base_dtype} and trainable is {list(config.trainable)}, which trains "
+        "every linear of the layers, so that nothing frozen is left to encode: set model.base_dtype to null, or "
+        "train less."
+    )
+
+
+def _require_formats(weights: WeightSource) -> None:
+    """Refuses a checkpoint that has no weight in a format.
+
+    Raises:
+        UserError: it has none, or they were decoded when it was partitioned.
+    """
+    others = f"set model.base_dtype to null, or to one of {', '.join(ENCODED)} to encode weights while they are read."
+    if weights.model.manifest is not None:
+        raise UserError(
+            f"model.base_dtype is stored and {weights.label} is partitioned, where all weights are numbers: give the "
+            f"Hugging Face folder that it was made from, or {others}"
+        )
+    if not any(weights.format(name) is not None for name in weights.tensor_names()):
+        raise UserError(f"model.base_dtype is stored, but {weights.label} has no weights in few bits: {others}")
 
 
 def fill_base(
@@ -91,14 +134,18 @@ def fill_base(
     parts: Iterable[Decoder],
     weights: WeightPlacement,
     log: Log,
+    *,
+    stored: WeightSource | None = None,
 ) -> None:
-    """Encodes the frozen weights of this rank's parts of the model as they are read (or drawn), one at a time.
+    """Encodes the frozen weights of this rank's parts of the model as they are read (or drawn), one at a time; or reads
+    them as they are stored.
 
     Collective over the tensor-parallel ranks.
 
     Args:
         config: of the run.
         model, source: the model, and the reader of its weights; None as source draws them.
+        stored: the checkpoint, where weights stay as they are stored.
         parts: of the model on this rank.
         weights: placement of encoded weights between computations.
         log: says how many bytes they take.
@@ -108,6 +155,8 @@ def fill_base(
     """
     parts = list(parts)
     entries = [entry for part in parts for entry in encoded_entries(part)]
+    if stored is not None and (kept := _decoded_names(parts, stored)):
+        log.info(kept_sentence(config, kept))
     if not entries:
         return
     if source is None:
@@ -119,6 +168,10 @@ def fill_base(
             return weight
 
         fill_encoded(entries, draw, holding=weights.materialize)
+    elif stored is not None:
+        total = sum(entry.num_bytes for entry in entries)
+        with Progress(log, "reading weights in few bits", total, "bytes") as progress:
+            load_stored(entries, stored, holding=weights.materialize, progress=progress.advance)
     else:
         total = sum(prod(entry.spec.local_shape) * source.dtype(entry.name).itemsize for entry in entries)
         with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
@@ -132,6 +185,20 @@ def fill_base(
     ]
     if shapes:
         log.info(stacks_sentence(config, shapes))
+
+
+def _decoded_names(parts: Iterable[Decoder], stored: WeightSource) -> list[str]:
+    """Returns the frozen weights that the checkpoint has in a format and the model in numbers."""
+    plain = (entry for part in parts for entry in shard_entries(part) if entry.sink is None)
+    return [entry.name for entry in plain if entry.name in stored and stored.format(entry.name) is not None]
+
+
+def kept_sentence(config: RunConfig, names: Sequence[str]) -> str:
+    """Returns the line on weights that are stored in few bits and that the model has in numbers."""
+    return (
+        f"decoded to {config.model.dtype}: {counted(len(names), 'weight')} that the checkpoint has in few bits, not of "
+        f"the layers' linears or beside weights that are stored otherwise: {listed(names)}"
+    )
 
 
 def stacks_sentence(config: RunConfig, shapes: Sequence[tuple[int, ...]]) -> str:
@@ -152,8 +219,12 @@ def base_sentence(config: RunConfig, entries: list[EncodedEntry], weights: Weigh
     spread = "" if set(sizes.values()) == {1} else f", over {counted(max(sizes.values()), 'rank')}"
     if len(set(sizes.values())) > 1:  # experts are on other ranks than the rest
         spread = f", experts over {counted(sizes['edp'], 'rank')} and the rest over {counted(sizes['dp_cp'], 'rank')}"
+    kinds = Counter(entry.encoding.name for entry in entries)
+    name = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) if len(kinds) > 1 else next(iter(kinds))
+    if config.model.base_dtype == STORED:
+        name = f"as the checkpoint has them ({name})"
     return (
-        f"frozen base: {len(entries)} weights of the layers are {config.model.base_dtype}, {format_bytes(encoded)}"
+        f"frozen base: {len(entries)} weights of the layers are {name}, {format_bytes(encoded)}"
         f"{spread} ({8 * encoded / numbers:.2f} bits a number) instead of {format_bytes(plain)}; the rest is "
         f"{config.model.dtype}"
     )

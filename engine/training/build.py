@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.verification import checked_together
+from engine.choices import STORED
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh, build_mesh
@@ -83,7 +84,7 @@ def build_training(
     """
     decoder = source.model.decoder
     mesh = mesh or run_mesh(config, launch, decoder)
-    choices = choose_for_device(config, launch.device, decoder)
+    choices = choose_for_device(config, launch.device, decoder, source.formats)
     places = host_places(config.memory, launch.device)
     weights = weight_placement(config, mesh, places.weights)
     loss_scale = build_loss_scale(config, launch.device)
@@ -116,7 +117,8 @@ def build_training(
             log,
         )
         if reads:
-            fill_base(config, source.model, source.weights, stages.models(), weights, log)
+            stored = source.weights if config.model.base_dtype == STORED else None
+            fill_base(config, source.model, source.weights, stages.models(), weights, log, stored=stored)
     if base is not None:
         base.is_filled = True
     optimizer = build_optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)

@@ -18,7 +18,7 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
 from engine.ops.attention.varlen import AttentionChoice, choose_attention
 from engine.ops.backends import choose_kernels
-from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.encoded_weight import BaseEncoding, Formats
 from engine.optim.backends import OptimizerBackend, choose_backend
 from engine.seams import resolve
 from engine.training.base_encoding import base_encoding
@@ -40,8 +40,13 @@ class DeviceChoices:
     sentences: tuple[str, ...]
 
 
-def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderConfig) -> DeviceChoices:
+def choose_for_device(
+    config: RunConfig, device: torch.device, decoder: DecoderConfig, formats: Formats | None = None
+) -> DeviceChoices:
     """Chooses for `decoder` on `device`.
+
+    Args:
+        formats: in which the checkpoint has its weights; None where they are drawn.
 
     Raises:
         UserError: an implementation was asked for by name that cannot run on this device, or with the installed
@@ -71,7 +76,7 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
         optimizer=optimizer,
         attention=attention,
         blocks=blocks,
-        base=base_encoding(config, device),
+        base=base_encoding(config, device, formats),
         sentences=tuple(sentences),
     )
 

@@ -22,6 +22,7 @@ from engine.checkpoint.tokenizer_files import (
 )
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
+from engine.choices import STORED
 from engine.config.hub import instead_of
 from engine.config.model import DType, ModelOptions
 from engine.config.parallel import ParallelOptions
@@ -43,6 +44,7 @@ from engine.models.decoder import Decoder, Part, build_decoder, split_parts
 from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import head_in_layers
+from engine.ops.encoded_weight import Formats
 from engine.pipeline.partition import LayerWeights, split_layers
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -110,14 +112,14 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
             "transformers' own modules, are cut by the ranks of --tensor alone: leave --expert out."
         )
     check_expert_ranks(live.config, expert=parallel.expert, tensor=tensor, folds=parallel.has_expert_mesh)
-    check_base(options, live.config, live.plan)
+    check_base(options, live.config, live.plan, source)
     cuts = options.parallel.shards_experts
     grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, shards_experts=cuts)
     part_of = _parts(live.config, choice.pipeline)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=live.config.num_kv_heads)
     decoder = build_decoder(
         live.config,
-        layout=_layout(options, mesh, live.config, launch, log),
+        layout=_layout(options, mesh, live.config, launch, log, source.format),
         plan=live.plan,
         device=launch.device,
         dtype=TORCH_DTYPES[dtype_name],
@@ -127,7 +129,8 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     with checked_together([source.checks], mesh.world):
         with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
             load_parameters(shards, live.tensors, progress=progress.advance)
-        fill_base(options, source.model, live.tensors, (decoder,), WeightPlacement(Axis("dp_cp")), log)
+        stored = source if options.model.base_dtype == STORED else None
+        fill_base(options, source.model, live.tensors, (decoder,), WeightPlacement(Axis("dp_cp")), log, stored=stored)
     return OpenedModel(
         decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer, full=full
     )
@@ -148,7 +151,7 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
         source = open_source(choice.path)
         return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN, ()
     source, trained, scale, encoded, tokenizer = _adapter(choice, log)
-    if encoded is not None and encoded != choice.base_dtype:
+    if encoded not in (None, STORED, choice.base_dtype):  # what is stored has the same numbers when it is decoded
         log.warning(
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
             f"{choice.base_dtype or 'not given'}: --base-dtype {encoded} gives the model that was trained"
@@ -213,7 +216,9 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
     return _Adapter(trained.weights, trained.values, trained.scale, checkpoint.base.get("dtype"), tokenizer)
 
 
-def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
+def _layout(
+    options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log, formats: Formats
+) -> TensorLayout:
     """Lays out this rank's tensors; adapters are folded also without sequence parallelism, as nothing trains."""
     attention, sentence = choose_model_kernels(options, launch.device, config, packed=True)
     log.info(sentence)
@@ -222,7 +227,7 @@ def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launc
         joint_reduce=True,
         kernels=attention.kernels,
         attention_blocks=attention_blocks(options, launch.device, config),
-        base=base_encoding(options, launch.device),
+        base=base_encoding(options, launch.device, formats),
     )
 
 

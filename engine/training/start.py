@@ -51,11 +51,11 @@ def refuse_early(config: RunConfig, launch: Launch) -> tuple[ModelSource, ModelP
     """Opens the model, and refuses everything that can be refused without reading data or weights."""
     check_trackers(tracker_choice(config.log))
     source = model_source(config)
-    plan = check_model(config, source.model, launch.world_size)
+    plan = check_model(config, source.model, launch.world_size, source.weights)
     if source.weights is None:
         check_room(config, plan, launch)
     start_adapter(config, source, plan)
-    choose_for_device(config, launch.device, source.model.decoder)
+    choose_for_device(config, launch.device, source.model.decoder, source.formats)
     choose_sharing(config, source.model.decoder)
     return source, plan
 

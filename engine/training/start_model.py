@@ -23,6 +23,7 @@ from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.run_proof import RunProof
+from engine.ops.encoded_weight import Formats
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.seams import resolve
 from engine.telemetry.format import format_bytes
@@ -46,6 +47,11 @@ class ModelSource:
     model: ModelFolder
     weights: WeightSource | None
     head_is_copy: bool = False
+
+    @property
+    def formats(self) -> Formats | None:
+        """The formats in which the checkpoint has its weights."""
+        return None if self.weights is None else self.weights.format
 
     def untied(self) -> ModelSource:
         """Returns the same model with a head of its own, a copy of its embedding."""
@@ -134,8 +140,13 @@ def model_source(config: RunConfig) -> ModelSource:
     return source.untied() if trains_apart(config, source.model.decoder, source.model.names) else source
 
 
-def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:
+def check_model(
+    config: RunConfig, model: ModelFolder, world_size: int = 1, weights: WeightSource | None = None
+) -> ModelPlan:
     """Plans the roles of the model's modules, and checks that the model fits the layout.
+
+    Args:
+        weights: the model's; needed where the base stays as they are stored.
 
     Raises:
         UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be
@@ -159,7 +170,7 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}
     trained = {entry.name: shapes[entry.name] for entry in entries if entry.sink is not None}
-    check_base(config, decoder, plan)
+    check_base(config, decoder, plan, weights)
     partition = plan_partition(config, decoder, trained, world_size)
     if parallel.context > 1 and parallel.context_method == "ulysses":
         from engine.ops.attention.ulysses import check_context_heads

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from engine.choices import BASE_DTYPES, IMPLEMENTATIONS
+from engine.choices import ENCODED, IMPLEMENTATIONS
 from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
@@ -173,7 +173,7 @@ class ModelOptions(SectionOptions):
     dropout: float = option(0.0, "dropout on the adapters' input")
     dtype: str = option("float32", "of weights and activations", DTYPES)
     kernels: str = option("auto", "the engine's kernels", KERNELS)
-    base_dtype: str = option("none", "how the engine stores frozen weights; none as --dtype", ("none", *BASE_DTYPES))
+    base_dtype: str = option("none", "how the engine stores frozen weights; none as --dtype", ("none", *ENCODED))
     peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)

@@ -67,9 +67,9 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     # as torch.use_deterministic_algorithms, without loading torch's compiler, which takes seconds
     torch.set_deterministic_debug_mode("error")
     source = model_source(config)
-    plan = check_model(config, source.model, launch.world_size)
+    plan = check_model(config, source.model, launch.world_size, source.weights)
     config = certificate_config(config, plan.num_trained())
-    choose_for_device(config, launch.device, source.model.decoder)
+    choose_for_device(config, launch.device, source.model.decoder, source.formats)
     plan, mesh = prove_model(config, launch, log, source, plan)
     if plan.proof is not None and launch.rank == 0:
         _proof_file(folder).write_text(json.dumps(plan.proof.record()), encoding="utf-8")

@@ -54,7 +54,7 @@ class Layout:
             check_config(self.config)
             check_world(self.config, self.num_ranks)
             source = model_source(self.config)
-            return check_model(self.config, source.model, self.num_ranks).trained
+            return check_model(self.config, source.model, self.num_ranks, source.weights).trained
         except UserError as error:
             raise UserError(f"{self.source}: {error}") from None
 

@@ -149,7 +149,7 @@ def build(config: RunConfig, launch: Launch) -> Training:
         UserError: the configuration does not fit the model or the ranks.
     """
     source = model_source(config)
-    plan = check_model(config, source.model, launch.world_size)
+    plan = check_model(config, source.model, launch.world_size, source.weights)
     return build_training(config, launch, source, plan, Log(rank=1))
 
 

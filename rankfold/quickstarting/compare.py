@@ -72,7 +72,7 @@ def engine_logits(config: RunConfig, run: Path, dataset: TokenDataset) -> Tensor
     log = Log(rank=1)  # what it says was said by the training
     launch = Launch(rank=0, world_size=1, device=torch.device("cpu"))
     source = model_source(config)
-    training = build_training(config, launch, source, check_model(config, source.model), log)
+    training = build_training(config, launch, source, check_model(config, source.model, weights=source.weights), log)
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None, f"{run} has no checkpoint"
     load_state(checkpoint, config, training)

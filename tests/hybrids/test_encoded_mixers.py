@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.choices import BASE_DTYPES
+from engine.choices import ENCODED
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import shard_of
@@ -94,7 +94,7 @@ def _wrong(model: str, base: str, mesh: Mesh) -> tuple[list[str], int]:
 
 def _all(world: int) -> dict[tuple[str, str], tuple[list[str], int]]:
     mesh = _mesh(world)
-    return {(model, base): _wrong(model, base, mesh) for model in MODELS for base in BASE_DTYPES}
+    return {(model, base): _wrong(model, base, mesh) for model in MODELS for base in ENCODED}
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def _ranks(world: int) -> list[dict[tuple[str, str], tuple[list[str], int]]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("base", BASE_DTYPES)
+@pytest.mark.parametrize("base", ENCODED)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_ranks_rows_are_those_of_the_encoded_whole(model: str, base: str, world: int) -> None:
     for rank in _ranks(world):

@@ -1,22 +1,25 @@
 """The loops behind the encodings, by one of several backends; plain torch unless another is passed.
 
 Only the loops over every weight are here; the few numbers beside them (scales of scales, cuts) are plain torch in the
-encodings themselves. A backend gives the bits of `engine.kernels.reference_quantize`.
+encodings themselves. A backend gives the bits of `engine.kernels.reference_quantize` and
+`engine.kernels.reference_formats`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels import reference_quantize
+from engine.kernels import reference_formats, reference_quantize
+from engine.kernels.formats import Format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """One backend of the loops; see the functions of the same names in `engine.kernels.reference_quantize`.
+    """One backend of the loops; see the functions of the same names in `engine.kernels.reference_quantize` and
+    `engine.kernels.reference_formats`.
 
     Args:
         name: as a user reads it.
@@ -25,6 +28,8 @@ class Arithmetic:
         nf4_decode: codes, scales, groups, phase, out.
         int8_codes, fp8_codes: weight, absmax [O] -> codes.
         row_decode: codes, scales [O], out.
+        block_decode: format, parts, out.
+        merged_decode: format, parts, b [O, R], a [R, I], scale, out: the base with an adapter in its format.
     """
 
     name: str
@@ -34,6 +39,10 @@ class Arithmetic:
     int8_codes: Callable[[Tensor, Tensor], Tensor]
     fp8_codes: Callable[[Tensor, Tensor], Tensor]
     row_decode: Callable[[Tensor, Tensor, Tensor], None]
+    block_decode: Callable[[Format, Mapping[str, Tensor], Tensor], None] = reference_formats.block_decode
+    merged_decode: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] = (
+        reference_formats.merged_decode
+    )
 
 
 PLAIN = Arithmetic(

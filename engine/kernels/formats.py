@@ -9,7 +9,8 @@ A weight is one logical matrix [O, I]. Its tensors, the parts, are
     mxfp4        codes uint8 [O, ceil(I / 2)], scales uint8 [O, ceil(I / 32)], exponents
     mxfp8        codes e4m3 [O, I], scales uint8 [O, ceil(I / 32)], exponents
     fp8_block    codes e4m3 [O, I], scales [ceil(O / granule), ceil(I / group)]
-    fp8_channel  codes e4m3 [O, I], scales fp32 [O]
+    fp8_channel  codes e4m3 [O, I], scales [O]
+    int8         codes int8 [O, I], scales [O]
     int4         codes uint8 [O, ceil(I / 2)], scales [O, groups], zeros uint8 [O, groups] where there are zero points
 
 Of two codes in a byte the first is in the lower half. What one matrix has once is here once a row, so that stacks and
@@ -28,7 +29,7 @@ class Format:
     """A format of a matrix.
 
     Args:
-        name: "nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_channel" or "int4".
+        name: "nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_channel", "int8" or "int4".
         group: columns of a row that share a scale; 0 for all of them.
         rows: rows that share a scale.
         scale_dtype: of the stored scales; uint8 for exponents of 2.
@@ -53,6 +54,7 @@ FORMATS = {
     "mxfp8": Format(name="mxfp8", group=32, scale_dtype=torch.uint8),
     "fp8_block": Format(name="fp8_block", group=128, rows=128, granule=128),
     "fp8_channel": Format(name="fp8_channel"),
+    "int8": Format(name="int8"),
     "int4": Format(name="int4", group=128, scale_dtype=torch.bfloat16),
 }
 """The format that a weight gets by a name alone."""
@@ -62,8 +64,8 @@ def part_shapes(of: Format, rows: int, columns: int) -> dict[str, tuple[tuple[in
     """Returns the shape and dtype of each part of a matrix [rows, columns]."""
     groups = -(-columns // of.group) if of.group else 1
     packed = of.name in ("nvfp4", "mxfp4", "int4")
-    code = torch.uint8 if packed else torch.float8_e4m3fn
-    scales: tuple[int, ...] = (-(-rows // of.granule), groups) if of.name != "fp8_channel" else (rows,)
+    code = torch.uint8 if packed else torch.int8 if of.name == "int8" else torch.float8_e4m3fn
+    scales: tuple[int, ...] = (-(-rows // of.granule), groups) if of.name not in ("fp8_channel", "int8") else (rows,)
     parts = {
         "codes": ((rows, -(-columns // 2) if packed else columns), code),
         "scales": (scales, of.scale_dtype),

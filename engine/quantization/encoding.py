@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.choices import ENCODED
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
-from engine.kernels.formats import Format
+from engine.kernels.formats import FORMATS, Format
 from engine.quantization.encoded_parts import WholeMatrix
 
 
@@ -109,13 +109,17 @@ def encoding(which: str | Format, arithmetic: Arithmetic = PLAIN) -> Encoding:
     """Returns an encoding.
 
     Args:
-        which: a format, or one of ENCODING_NAMES.
+        which: a format, or a name of one, or of one of ENCODING_NAMES.
         arithmetic: the backend of its loops.
 
     Raises:
         UserError: there is none of that name.
     """
-    name = which if isinstance(which, str) else which.name
+    name, format = (which, FORMATS.get(which)) if isinstance(which, str) else (which.name, which)
+    if format is not None and which != "int8":
+        from engine.quantization.block_formats import BlockEncoding
+
+        return BlockEncoding(format, arithmetic)
     if name == "nf4":
         from engine.quantization.nf4 import Nf4
 

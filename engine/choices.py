@@ -17,7 +17,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 STORED: Final = "stored"
 """The `BaseDType` of a checkpoint in few bits that stays as it is."""
-Encoded = Literal["nf4", "int8", "fp8", "fp8_row"]
+Encoded = Literal["nf4", "int8", "fp8", "fp8_row", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4"]
 ENCODED: tuple[Encoded, ...] = get_args(Encoded)
 """Encodings that weights are given while they are read."""
 BaseDType = Literal["stored", Encoded]

@@ -26,11 +26,14 @@ class ModelOptions:
             its name on the hub (OWNER/NAME).
         dtype: Precision of the forward and backward pass; masters, gradients and optimizer state are always float32.
             float16 needs a loss scale, which is adjusted automatically (optim.loss_scale).
-        base_dtype: How the frozen linear weights of the layers are stored; null for model.dtype. "nf4" is 4 bits per
-            weight with one scale per 64, as in QLoRA (arXiv 2305.14314); "int8" is 8 bits with one scale per row; "fp8"
-            is e4m3 with one scale per matrix and "fp8_row" with one per row, and both also round the inputs of these
-            linears to 8 bits. Weights are encoded while they are read. Embedding, head, norms and everything trained
-            stay in model.dtype; an export has the base as it was read.
+        base_dtype: How the frozen linear weights of the layers are stored; null for model.dtype. "stored" keeps those
+            of a checkpoint in few bits as they are, each in its own format; see docs/low-precision.md. With the others
+            weights are encoded while they are read: "nf4" is 4 bits per weight with one scale per 64, as in QLoRA
+            (arXiv 2305.14314); "nvfp4" is e2m1 with one scale per 16, "mxfp4" with one per 32, and "int4" integers with
+            one per 128; "int8" is 8 bits with one scale per row, "mxfp8" e4m3 with one per 32, and "fp8_block" with one
+            per 128 rows and columns; "fp8" is e4m3 with one scale per matrix and "fp8_row" with one per row, and both
+            also round the inputs of these linears to 8 bits. Embedding, head, norms and everything trained stay in
+            model.dtype; an export has the base as it was read.
         kernels: Implementation of the layers' ops. "auto" takes the fastest that can run here and logs which.
             "reference" is plain torch. "native" are the compiled CPU kernels, in float32 and bfloat16. "triton" are the
             GPU kernels,

@@ -92,7 +92,5 @@ def test_clashes_are_one_sentence(settings: dict[str, object], tmp_path: Path) -
     common = {**settings, "model.base_dtype": "nf4", "checkpoint.dir": tmp_path / "run"}
     cut = run_tool("pretrain_lora", *options({**common, "parallel.tensor": 2}), ranks=2, status=1)
     assert "cuts the 64 input features of layers.0.attention.o_proj into 32 a rank" in cut.stderr
-    with pytest.raises(
-        UserError, match=r"one of stored, nf4, .* or null is expected: did you mean nf4\?"
-    ):
-        load_config(options({**common, "model.base_dtype": "int4"}))
+    with pytest.raises(UserError, match=r"one of stored, nf4, .* or null is expected: did you mean nf4\?"):
+        load_config(options({**common, "model.base_dtype": "nf5"}))

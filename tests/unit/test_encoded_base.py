@@ -28,7 +28,7 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
-from engine.quantization.encoding import encoding
+from engine.quantization.encoding import ENCODING_NAMES, encoding
 from engine.training.base_encoding import base_encoding, check_base
 from rankfold.planning.memory_measure import LiveStorages
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
@@ -40,7 +40,8 @@ CPU = torch.device("cpu")
 CONFIG = small_config(hidden=64, intermediate=172, head_dim=8)
 """172 columns are two blocks of 64 and a short one."""
 CASE = Case(config=CONFIG, adapters=EVERY_LINEAR)
-NAMES = ("nf4", "int8", "fp8", "fp8_row")
+NAMES = ENCODING_NAMES
+DECODED = tuple(name for name in NAMES if name not in ("fp8", "fp8_row"))
 
 
 def _model(case: Case, base: str | None, *, fold: bool = True) -> Decoder:
@@ -64,7 +65,7 @@ def _rounded(weight: Tensor, base: str) -> Tensor:
 
 
 @pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.parametrize("base", DECODED)
 def test_losses_and_gradients_are_those_of_rounded_weights_in_plain_torch(base: str, fold: bool) -> None:
     model = _model(CASE, base, fold=fold)
     whole = whole_parameters(CASE)
@@ -132,7 +133,7 @@ def test_fp8_products_are_those_of_what_the_codes_stand_for(base: str) -> None:
 @pytest.mark.parametrize("base", NAMES)
 def test_a_weight_encoded_in_pieces_has_the_bits_of_the_whole(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 300, generator=torch.Generator().manual_seed(3))
-    expected = encoding(base).encode(weight)
+    expected = encoding(base).stacked([50]).encode(weight)
     monkeypatch.setattr(encoded_storage, "ENCODED_AT_ONCE", 7 * 300)
     linear = _linear(base, weight)
     (entry,) = encoded_entries(linear)
@@ -163,9 +164,14 @@ BITS = {
     "int8": 8 + 32 / 1024,
     "fp8": 8 + 32 / 1024,
     "fp8_row": 8 + 32 / 1024,
+    "nvfp4": 4 + 8 / 16 + 32 / 1024,
+    "mxfp4": 4 + 8 / 32,
+    "mxfp8": 8 + 8 / 32,
+    "fp8_block": 8 + 32 / 128**2,
+    "int4": 4 + 16 / 128,
 }
-"""Bits of a number in a row of 1024: codes, a scale of 8 bits for 64 of them and 13 bytes a row; or one fp32 scale a
-row."""
+"""Bits of a number in a row of 1024: codes, a scale of 8 bits for 64 of them and 13 bytes a row; one fp32 scale a row;
+or scales of 8, 16 or 32 bits for 16, 32 or 128 of them, and of NVFP4 the matrix's once a row."""
 
 
 @pytest.mark.parametrize("base", NAMES)
@@ -225,14 +231,15 @@ def test_loading_holds_one_weight_beside_the_model(base: str, stored: Path, monk
         load_encoded(encoded_entries(model), prepared, holding=WeightPlacement(Axis("dp_cp")).materialize)
         left, peak = live.live - built, live.peak - built
     largest = 512 * 1024 * 2
-    # beside it the maxima of its blocks, and of 8 thousand numbers copies in several dtypes
-    assert left < 8192 and largest <= peak < largest * 1.5, peak / largest
+    # beside it the maxima of its blocks, and of 8 thousand numbers, or of 128 rows, copies in several dtypes
+    beside = 0.5 if base != "fp8_block" else 2.0
+    assert left < 8192 and largest <= peak < largest * (1 + beside), peak / largest
     entry = next(entry for entry in encoded_entries(model) if entry.name == "layers.1.mlp.down_proj.weight")
     whole = source.read_whole(entry.name)
     expected = torch.empty(whole.shape)
     encoding(base).decode(encoding(base).encode(whole), expected)
     assert torch.equal(entry.decoded(torch.float32), expected)
-    assert relative_error(expected, whole.float()) < 0.1
+    assert relative_error(expected, whole.float()) < 0.15  # of integers of 4 bits
 
 
 def _refusal(call) -> str:
@@ -265,8 +272,8 @@ def test_a_model_that_trains_in_full_is_refused() -> None:
 
 
 def test_names_of_encodings() -> None:
-    message = _refusal(lambda: ModelOptions(path="x", base_dtype="int4"))  # type: ignore[arg-type]
-    assert "model.base_dtype" in message and "nf4, int8, fp8, fp8_row" in message
+    message = _refusal(lambda: ModelOptions(path="x", base_dtype="int3"))  # type: ignore[arg-type]
+    assert "model.base_dtype" in message and "stored, nf4, int8, fp8, fp8_row, nvfp4" in message
 
 
 def test_sizes_that_fp8_products_cannot_take_are_refused_on_a_gpu() -> None:

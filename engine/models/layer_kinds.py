@@ -23,8 +23,14 @@ _Answers = dict[tuple[str, str], object]
 
 
 @lru_cache(maxsize=64)
-def layer_kinds(config: DecoderConfig, plan: TrainingPlan) -> tuple[int, ...]:
+def layer_kinds(
+    config: DecoderConfig, plan: TrainingPlan, formats: Callable[[str], object] | None = None
+) -> tuple[int, ...]:
     """Returns for each layer the index of the first one that is like it.
+
+    Args:
+        config, plan: of the model.
+        formats: name of a weight -> how it is stored while it does not train; None where that does not depend on it.
 
     Raises:
         UserError: the plan asks of a layer what it cannot have.
@@ -32,7 +38,14 @@ def layer_kinds(config: DecoderConfig, plan: TrainingPlan) -> tuple[int, ...]:
     kinds: list[int] = []
     known: dict[int, _Answers] = {}
     for index in range(config.num_layers):
-        like = next((kind for kind, answers in known.items() if _alike(config, plan, kind, answers, index)), index)
+        like = next(
+            (
+                kind
+                for kind, answers in known.items()
+                if _alike(config, plan, kind, answers, index) and _stored_alike(formats, kind, answers, index)
+            ),
+            index,
+        )
         if like == index:
             known[index] = _answers_to(config, plan, index)
         kinds.append(like)
@@ -72,6 +85,13 @@ def _alike(config: DecoderConfig, plan: TrainingPlan, kind: int, answers: _Answe
         return False
     prefix = _prefix(index)
     return all(getattr(plan, method)(prefix + module) == answer for (method, module), answer in answers.items())
+
+
+def _stored_alike(formats: Callable[[str], object] | None, kind: int, answers: _Answers, index: int) -> bool:
+    if formats is None:
+        return True
+    weights = {f"{module}.weight" for _, module in answers}
+    return all(formats(_prefix(kind) + name) == formats(_prefix(index) + name) for name in weights)
 
 
 def _prefix(index: int) -> str:

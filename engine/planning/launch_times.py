@@ -65,6 +65,8 @@ def speed(launch: Launch, machine: Machine) -> float:
         return full * filled * machine.attention_share
     if launch.kind == "grouped product" and machine.grouped:
         return machine.grouped * filling(launch, machine)
+    if launch.kind == "vector kernel" and machine.vectors:
+        return machine.vectors
     peak = machine.products_fp8 if launch.kind == "fp8 product" else machine.products
     return peak * filling(launch, machine)
 

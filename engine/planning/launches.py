@@ -8,7 +8,7 @@ of their products with adapters. Collectives are not among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
 from engine.ops.kernels.op import Op, write_in_place
 from engine.planning.attention_speeds import BLOCK, AttentionShape
 from engine.planning.recording import EagerMode
-from engine.planning.stand_ins import shape_torch_attention
+from engine.planning.stand_ins import DECODERS, shape_torch_attention
 from engine.spans import Block
 
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
@@ -65,7 +65,8 @@ class Launch:
             products of many experts in one launch, those of each: as many of the rows as of any other.
         products: how many of them.
         kind: "product", "fp8 product", "grouped product", "attention" and "packed attention" run at the speeds that a
-            device has for them, "kernel" at that of memory unless its arithmetic takes longer.
+            device has for them, "kernel" at that of memory unless its arithmetic takes longer, "vector kernel" too,
+            with arithmetic outside of the matrix units.
         count: launches.
         attention: of a launch of attention, what decides its speed.
     """
@@ -145,11 +146,13 @@ class LaunchCounter(EagerMode):
         finally:
             self._inside -= 1
 
-    def kernel(self, function: Callable[..., Any], name: str, flops: Callable[..., float]) -> Callable[..., Any]:
+    def kernel(
+        self, function: Callable[..., Any], name: str, flops: Callable[..., float], kind: str = "kernel"
+    ) -> Callable[..., Any]:
         """Returns `function`, which stands for a kernel, counted at each call.
 
         Args:
-            name: of the launch.
+            name, kind: of the launch.
             flops: of the same arguments, the arithmetic beside that of an `InputUpdate` among them.
         """
 
@@ -169,6 +172,7 @@ class LaunchCounter(EagerMode):
                     name,
                     _moved(_tensors(given)) + read_again + _moved(results) + 2 * max(0, between),
                     flops(*args, **kwargs) + updates,
+                    kind=kind,
                     count=2 if between > 0 else 1,
                 )
             )
@@ -308,13 +312,20 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
     if kernels == "reference":
         return base
     decode = counter.kernel(write_in_place, "decode", _no_products)
+    merge = counter.kernel(write_in_place, "merge and decode", _merging, kind="vector kernel")
     makers = {
         one.name: counter.kernel(getattr(base.operands, one.name), f"fp8 {one.name}", _no_products)
         for one in fields(base.operands)
         if one.name != "multiply"
     }
-    arithmetic = replace(PLAIN, nf4_decode=decode, row_decode=decode)
+    decoders = {name: merge if name == "merged_decode" else decode for name in DECODERS}
+    arithmetic = replace(PLAIN, **decoders)
     return replace(base, arithmetic=arithmetic, operands=replace(base.operands, **makers))
+
+
+def _merging(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float, out_OI: Tensor) -> float:
+    """Returns the arithmetic of the sum B A, number by number: a product and an addition each as long as both fused."""
+    return 4.0 * b_OR.shape[1] * out_OI.numel()
 
 
 def _no_products(*_: Any, **__: Any) -> float:
@@ -458,6 +469,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors(one)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
     elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):
             yield from _tensors(getattr(value, one.name))

@@ -16,6 +16,7 @@ TB/s; `measured` puts those of `rankfold benchmark machine-speed` in their place
 | products of experts | 0.28 | 0.62 | 0.75 | 524 to 545 TFLOP/s of torch on an H100 [3], and 160 and 242 of small |
 | | | | | experts [4, 5] |
 | attention | 0.85 | 1.00 | 1.10 | of the published speeds in `attention_speeds.py` |
+| arithmetic outside matrix units | 0.45 | 0.60 | 0.80 | assumed |
 | memory | 0.72 | 0.79 | 0.87 | kernels reach 80 to 97% of a copy, and that 90% of the data sheet |
 | links | 0.62 | 0.75 | 0.90 | assumed |
 
@@ -55,6 +56,8 @@ class Machine:
         sheet, sheet_copies: TFLOP/s and GB/s that the data sheet names for products and memory; 0 where there is none.
         products_fp8: the same of e4m3; 0 where the device has none.
         scales_rows: whether those may have a scale for each row.
+        vectors: TFLOP/s of float32 outside the matrix units, a fused product and addition being two; 0 for that of
+            products.
         grouped: TFLOP/s that products of many experts in one launch tend to as they grow; 0 for those of others.
         host: GB/s that a device gets from host memory, or sends there, each way.
         copies: GB/s read and written that memory gets.
@@ -82,6 +85,7 @@ class Machine:
     sheet_copies: float = 0.0
     products_fp8: float = 0.0
     scales_rows: bool = True
+    vectors: float = 0.0
     grouped: float = 0.0
     host: float = 57.0
     node_size: int = 8
@@ -117,6 +121,7 @@ class _Shares:
     products_fp8: float
     grouped: float
     attention: float
+    vectors: float
     copies: float
     links: float
     host: float
@@ -127,16 +132,16 @@ class _Shares:
 
 
 _LIKELY = _Shares(
-    products=0.69, products_fp8=0.62, grouped=0.62, attention=1.0, copies=0.79, links=0.75, host=0.86, network=0.9,
-    gap=1.5e-6, graph_gap=1.0e-6, host_launch=28e-6,
+    products=0.69, products_fp8=0.62, grouped=0.62, attention=1.0, vectors=0.60, copies=0.79, links=0.75, host=0.86,
+    network=0.9, gap=1.5e-6, graph_gap=1.0e-6, host_launch=28e-6,
 )  # fmt: skip
 _SLOW = _Shares(
-    products=0.62, products_fp8=0.52, grouped=0.28, attention=0.85, copies=0.72, links=0.62, host=0.78, network=0.75,
-    gap=2.0e-6, graph_gap=1.5e-6, host_launch=40e-6,
+    products=0.62, products_fp8=0.52, grouped=0.28, attention=0.85, vectors=0.45, copies=0.72, links=0.62, host=0.78,
+    network=0.75, gap=2.0e-6, graph_gap=1.5e-6, host_launch=40e-6,
 )  # fmt: skip
 _FAST = _Shares(
-    products=MEASURED_PRODUCTS, products_fp8=0.75, grouped=0.75, attention=1.1, copies=0.87, links=0.90, host=0.90,
-    network=0.97, gap=1.0e-6, graph_gap=0.6e-6, host_launch=15e-6,
+    products=MEASURED_PRODUCTS, products_fp8=0.75, grouped=0.75, attention=1.1, vectors=0.80, copies=0.87, links=0.90,
+    host=0.90, network=0.97, gap=1.0e-6, graph_gap=0.6e-6, host_launch=15e-6,
 )  # fmt: skip
 
 
@@ -156,6 +161,7 @@ class _Card:
     copies: float
     link: float
     products_fp8: float
+    vectors: float
     host: float
     processors: int
     hopper: bool = False
@@ -178,6 +184,7 @@ class _Card:
             network=50.0 * shares.network,
             products_fp8=self.products_fp8 * shares.products_fp8,
             scales_rows=self.hopper,
+            vectors=self.vectors * shares.vectors,
             grouped=self.products * shares.grouped,
             host=self.host * shares.host,
             processors=self.processors,
@@ -202,20 +209,20 @@ class _Card:
 _CARDS = {
     card.name: card.machines()
     for card in (
-        _Card(name="h100-80", memory=80, products=989, copies=3350, link=450, products_fp8=1979, host=64,
+        _Card(name="h100-80", memory=80, products=989, copies=3350, link=450, products_fp8=1979, vectors=67, host=64,
               processors=132, hopper=True),
-        _Card(name="h200-141", memory=141, products=989, copies=4800, link=450, products_fp8=1979, host=64,
+        _Card(name="h200-141", memory=141, products=989, copies=4800, link=450, products_fp8=1979, vectors=67, host=64,
               processors=132, hopper=True),
-        _Card(name="a100-80", memory=80, products=312, copies=2039, link=300, products_fp8=0, host=32,
+        _Card(name="a100-80", memory=80, products=312, copies=2039, link=300, products_fp8=0, vectors=19.5, host=32,
               processors=108, own_products=(0.75, 0.82, 0.83)),
-        _Card(name="a100-40", memory=40, products=312, copies=1555, link=300, products_fp8=0, host=32,
+        _Card(name="a100-40", memory=40, products=312, copies=1555, link=300, products_fp8=0, vectors=19.5, host=32,
               processors=108, own_products=(0.75, 0.82, 0.83)),
-        _Card(name="rtx4090-24", memory=24, products=165, copies=1008, link=32, products_fp8=330, host=32,
+        _Card(name="rtx4090-24", memory=24, products=165, copies=1008, link=32, products_fp8=330, vectors=82.6, host=32,
               processors=128, own_products=(0.75, 0.85, 0.95)),
-        _Card(name="l40s-48", memory=48, products=362, copies=864, link=32, products_fp8=733, host=32,
+        _Card(name="l40s-48", memory=48, products=362, copies=864, link=32, products_fp8=733, vectors=91.6, host=32,
               processors=142),
         # FlashAttention-2 has none of the instructions that are new in it, and is taken to be as fast as on an H100
-        _Card(name="b200-180", memory=180, products=2250, copies=8000, link=900, products_fp8=4500, host=64,
+        _Card(name="b200-180", memory=180, products=2250, copies=8000, link=900, products_fp8=4500, vectors=75, host=64,
               processors=148, own_attention=(flash2_elsewhere(2250), FLASH2_ON_HOPPER)),
     )
 }  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from engine.choices import STORED
 from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
 from engine.ops.head_loss import BLOCK_BYTES
@@ -49,6 +50,8 @@ _BATCH_BYTES = 4 * 8 + 4
 """Bytes of a token: its id, label, position and dropout coordinate as int64, its loss weight as fp32."""
 _ENCODING_BYTES = {"nf4": 14, "int8": 9, "fp8": 9, "fp8_row": 9}
 """Bytes of a number being encoded, beside its source: an fp32 copy, a scaled one, its scale, and its codes."""
+_ENCODING_A_BLOCK = 14
+"""The same of the other encodings, with their scales."""
 _ANSWER_BYTES = 8
 """Bytes of a token's answer number, where answers are compared."""
 
@@ -317,14 +320,17 @@ class _Rank:
 
     def _load(self, static: Parts) -> int:
         """Counts loading: weights, masters and gradients without moments, and one tensor in the dtype it is stored in,
-        at most fp32. Encoding it takes copies of a chunk of it, see `engine.kernels.reference_quantize`."""
+        at most fp32; beside a base in few bits in that of the model, as a rule. Encoding it takes copies of a chunk of
+        it, see `engine.kernels.reference_quantize`."""
         groups = list(self._groups())
         largest = max((group.largest for group in groups), default=0)
-        encoding = 0
-        if self._workload.base_dtype is not None:
-            encoding = min(largest, CHUNK) * _ENCODING_BYTES[self._workload.base_dtype]
+        encoding, width = 0, WIDE
+        if self._workload.base_dtype == STORED:
+            width = self._workload.dtype.itemsize
+        elif self._workload.base_dtype is not None:
+            encoding = min(largest, CHUNK) * _ENCODING_BYTES.get(self._workload.base_dtype, _ENCODING_A_BLOCK)
         there = without(static, {name: static[name] for name in (OPTIMIZER, DECODED)})
-        return total(there) + largest * WIDE + encoding
+        return total(there) + largest * width + encoding
 
     # A step.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engine.choices import STORED
 from engine.config.distillation import BASE
 from engine.config.run import RunConfig
 from engine.errors import UserError
@@ -12,6 +13,7 @@ from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import backend_name
+from engine.ops.encoded_weight import Formats
 from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
 from engine.planning.rank_layout import Companion, Layout, Routing, Samples, Workload
@@ -28,6 +30,7 @@ def workload_of(
     prompt: int | None = None,
     completion: int | None = None,
     sharing: RowSharing | None = None,
+    stored: Formats | None = None,
 ) -> Workload:
     """Returns what a configuration trains.
 
@@ -38,6 +41,7 @@ def workload_of(
         device_type: "cuda" or "cpu".
         prompt, completion: as of `samples_of`; of answers that are compared, `prompt` are the tokens of their question.
         sharing: whether rows compute the beginnings of documents once, see engine.training.prefixes; None for not.
+        stored: name of a weight -> its format in the model's checkpoint; read where model.base_dtype is stored.
 
     Raises:
         UserError: a backend that is not known, or completions that do not fit a row.
@@ -67,6 +71,7 @@ def workload_of(
         refers_to_base=objective.compared_with == "base",
         balances=config.train.router_aux_loss_coef > 0,
         base_dtype=config.model.base_dtype,
+        stored=stored if config.model.base_dtype == STORED else None,
         device_type=device_type,
         kernels=kernels,
         polls_sends=device_type == "cuda",

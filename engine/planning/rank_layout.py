@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
 from engine.branches import Parents
-from engine.choices import EntropyUse
+from engine.choices import STORED, EntropyUse
 from engine.config.parallel import ParallelOptions
 from engine.config.rollout import RolloutOptions
 from engine.data.row_shape import evened, round_up
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
+from engine.ops.encoded_weight import Formats
 from engine.planning.shared_rows import AlikeDocuments, SharedRows
 
 if TYPE_CHECKING:
@@ -194,6 +197,12 @@ class SamplesPredictor(Protocol):
         ...
 
 
+@lru_cache
+def _everywhere(base_dtype: str | None) -> Callable[[str], str | None] | None:
+    """Returns one function for each name, so that what is made for it is found again."""
+    return None if base_dtype is None else lambda weight_name: base_dtype
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """The parts of a run that do not depend on the layout.
@@ -211,6 +220,7 @@ class Workload:
         refers_to_base: each step goes through the model without adapters first, for the objective to compare with.
         balances: the routers' auxiliary loss is trained on beside the objective's.
         base_dtype: how frozen weights of the layers are stored; None for `dtype`.
+        stored: where that is "stored": name of a weight -> its format in the checkpoint, None for `dtype`.
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; their computation is not counted.
         kernels: the backend of the ops, see engine.ops.kernels.
@@ -249,6 +259,7 @@ class Workload:
     refers_to_base: bool = False
     balances: bool = False
     base_dtype: str | None = None
+    stored: Formats | None = None
     device_type: str = "cuda"
     beside: int = 0
     polls_sends: bool = True
@@ -268,6 +279,11 @@ class Workload:
     alike: AlikeDocuments | None = None
     tree: tuple[tuple[int, ...], Parents] = ((), ())
     trained_tokens: int = 0
+
+    @property
+    def formats(self) -> Formats | None:
+        """Name of a weight -> how it is stored where it does not train; None where all have `dtype`."""
+        return self.stored if self.base_dtype == STORED else _everywhere(self.base_dtype)
 
     def shared_rows(self, layout: Layout) -> SharedRows | None:
         """Returns the rows that compute beginnings once under a layout; None where none do."""

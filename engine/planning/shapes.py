@@ -171,7 +171,7 @@ def model_shape(
         UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
     build = partial(build_decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
-    kinds = layer_kinds(config, plan)
+    kinds = layer_kinds(config, plan, None if layout.base is None else layout.base.formats)
     ends = build(part=Part(first=0, last=1))
     parts = {0: ends}
     for kind in sorted({*kinds} - {0}):

@@ -4,26 +4,34 @@ attention in plain modules. They allocate results and buffers, and compute nothi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.kernels.codec import PLAIN
+from engine.kernels.codec import PLAIN, Arithmetic
 from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks, one_by_one
-from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.encoded_weight import BaseEncoding, Formats
 from engine.ops.kernels.op import codes, like, row_codes, wide, write_in_place
 from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
 
+DECODERS = tuple(one.name for one in fields(Arithmetic) if one.name.endswith("_decode"))
+"""The kernels that turn stored codes to numbers."""
 
-def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
-    """Returns how frozen weights are stored, and read by the backend `kernels`; `name` None is the model's dtype."""
-    if name is None:
+
+def shape_base(formats: Formats | None, kernels: str) -> BaseEncoding | None:
+    """Returns how frozen weights are stored, and read by the backend `kernels`.
+
+    Args:
+        formats: name of a weight -> its format, or an encoding's name; None where all have the model's dtype.
+        kernels: the backend.
+    """
+    if formats is None:
         return None
     arithmetic, operands = PLAIN, PLAIN_OPERANDS
     if kernels != "reference":
-        arithmetic = replace(PLAIN, nf4_decode=write_in_place, row_decode=write_in_place)
+        arithmetic = replace(PLAIN, **dict.fromkeys(DECODERS, write_in_place))
     if kernels == "triton":
         operands = OperandKernels(
             quantize_rows=lambda x, scales: row_codes(x),
@@ -31,7 +39,7 @@ def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
             transpose=lambda codes: codes.new_empty(codes.shape[::-1]),
             multiply=gpu_product,
         )
-    return BaseEncoding.named(name, arithmetic, operands)
+    return BaseEncoding(formats=formats, arithmetic=arithmetic, operands=operands)
 
 
 def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:

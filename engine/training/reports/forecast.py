@@ -130,7 +130,10 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
         UserError: the planner does not know the configuration.
     """
     device = launch.device
-    workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=device.type)
+    source = training.source
+    workload = workload_of(
+        config, source.model.decoder, training.plan.modules, device_type=device.type, stored=source.formats
+    )
     data = max(1, launch.world_size // config.parallel.model_parallel_size)
     layout = Layout(parallel=config.parallel, data=data)
     if dataset is not None:

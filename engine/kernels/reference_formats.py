@@ -130,8 +130,10 @@ def block_scales(of: Format, largest: Tensor, tensor_scale_O: Tensor | None = No
 
 def tensor_scale(of: Format, largest: Tensor) -> Tensor:
     """Returns NVFP4's scale of a matrix by its largest magnitude, fp32 of the same shape; 1 for a matrix of zeros."""
-    ratio = torch.full_like(largest, LARGEST_RATIO)
-    scale = ratio / largest.clamp(min=torch.finfo(torch.float32).tiny) if of.divides else largest / ratio
+    if of.divides:  # compressed-tensors writes a number / a tensor, which torch computes by the rounded reciprocal
+        scale = largest.clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * LARGEST_RATIO
+    else:
+        scale = scale_of(largest, LARGEST_RATIO)
     return scale.where((scale > 0) & scale.isfinite(), 1.0)
 
 
@@ -148,8 +150,10 @@ def block_codes(of: Format, weight_OI: Tensor, scales: Parts) -> Tensor:
     codes = torch.empty(shape, dtype=dtype, device=weight_OI.device)
     for chunk in row_chunks(of, rows, columns):
         here = rows_of(of, scales, chunk)
-        blocks = _blocks(of, weight_OI[chunk].float())
+        blocks = _blocks(of, weight_OI[chunk].float().contiguous())
         quotient = blocks / row_scales(of, here, len(blocks))[:, :, None]
+        if of.name in ("nvfp4", "mxfp4"):
+            quotient += 0.0  # -0 gets the code of 0, as of compressed-tensors and ModelOpt
         codes[chunk] = _packed(of, _nearest(of, quotient, None).flatten(1)[:, :columns])
     return codes
 

@@ -249,7 +249,9 @@ def _bounds(specs: Sequence[ShardSpec]) -> set[int]:
 def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> None:
     (columns, held), block = (shape[1] for shape in (spec.global_shape, spec.local_shape)), encoding.block
     if block and held != columns and held % block:
-        fitting = [size for size in range(1, tp.size) if size == 1 or columns % (size * block) == 0]
+        fitting = [
+            size for size in range(1, tp.size) if tp.size % size == 0 and (size == 1 or columns % (size * block) == 0)
+        ]
         raise UserError(
             f"a base in {encoding.name} has one scale for {block} input features, but parallel.tensor {tp.size} cuts "
             f"the {columns} input features of {name} into {held} a rank: use parallel.tensor "

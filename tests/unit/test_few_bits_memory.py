@@ -1,4 +1,4 @@
-"""Bytes of bases in the vendors' formats, at the widths of published models: nothing is kept beside codes and scales."""
+"""Bytes of bases in the vendors' formats, at the widths of published models: nothing beside codes and scales."""
 
 from __future__ import annotations
 

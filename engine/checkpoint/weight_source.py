@@ -18,6 +18,8 @@ from engine.checkpoint.rows import Rows
 from engine.checkpoint.verification import PieceChecks
 from engine.distributed.sharding import ShardSpec
 from engine.kernels.formats import Format
+from engine.quantization.shipped.config import ShippedEncoding
+from engine.quantization.shipped.spelling import Spelling
 from engine.sentences import listed
 from engine.telemetry.format import counted
 
@@ -91,6 +93,23 @@ class WeightSource(StoredTensors):
             UserError: the shard begins or ends inside of numbers that share a scale or a byte.
         """
         raise NotImplementedError
+
+    def spelling(self, name: str) -> Spelling | None:
+        """Returns how a weight in few bits is stored, None where its numbers are."""
+        return None
+
+    @property
+    def encoding(self) -> ShippedEncoding | None:
+        """What config.json says of weights that are stored in few bits; None where there are none."""
+        return None
+
+    def encoding_note(self, *, decodes: bool) -> str | None:
+        """Returns a line about weights that are stored in few bits; None without any.
+
+        Args:
+            decodes: they are trained on decoded.
+        """
+        return None
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings that decide the values beside the files that are read, as JSON."""
@@ -207,6 +226,16 @@ class WrappedSource(WeightSource):
 
     def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
         return self.base.read_parts(self.stored_name(name), spec, format)
+
+    def spelling(self, name: str) -> Spelling | None:
+        return self.base.spelling(self.stored_name(name))
+
+    @property
+    def encoding(self) -> ShippedEncoding | None:
+        return self.base.encoding
+
+    def encoding_note(self, *, decodes: bool) -> str | None:
+        return self.base.encoding_note(decodes=decodes)
 
     def identity(self) -> dict[str, Any]:
         return self.base.identity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -149,20 +150,32 @@ def _as_kimi(folder: Path, place: Path, **text: object) -> dict[str, torch.Tenso
 
 
 def test_kimi_is_read_as_its_language_model(tmp_path: Path):
-    """Its text is a DeepSeek-V3 model; where weights are in INT4, that is what the refusal says."""
+    """Its text is a DeepSeek-V3 model, whose experts are released in INT4."""
     _, folder = _saved("deepseek v3")
     tensors = _as_kimi(folder, tmp_path / "kimi")
     source, plain = (open_source(place, implementation="native") for place in (tmp_path / "kimi", folder))
     assert source.model.decoder == plain.model.decoder
     for name in plain.tensor_names():
         assert torch.equal(source.read_whole(name), plain.read_whole(name)), name
-    encoding = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    weights = {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
+    encoding = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     _as_kimi(folder, tmp_path / "int4", quantization_config=encoding)
-    stored = "language_model.model.layers.1.mlp.experts.0.up_proj.weight"
-    tensors[f"{stored}_packed"] = tensors.pop(stored).to(torch.int32)
+    expected = {}
+    for stored in [key for key in tensors if re.search(r"\.experts\.\d+\..*weight$", key)]:
+        shape = tensors.pop(stored).shape
+        codes = torch.randint(0, 16, shape).to(torch.int32)
+        padded = torch.nn.functional.pad(codes, (0, -shape[1] % 8)).view(shape[0], -1, 8)
+        words = (padded << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1).to(torch.int32)
+        scale = torch.rand(shape[0], 1)
+        tensors |= {f"{stored}_packed": words, f"{stored}_scale": scale, f"{stored}_shape": torch.tensor(shape)}
+        expected[stored] = (codes - 8) * scale
     save_file(tensors, tmp_path / "int4" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="stored encoded .*compressed-tensors in config.json; see .*up_proj"):
-        open_source(tmp_path / "int4", implementation="native")
+    source = open_source(tmp_path / "int4", implementation="native")
+    for name in source.tensor_names():
+        stored = source.model.names.to_hf(name).name
+        assert torch.equal(source.read_whole(name), expected[stored] if stored in expected else tensors[stored]), name
+    assert len(expected) > 8
 
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
-from engine.quantization.mxfp4 import decode
+from engine.quantization.shipped.config import encoding_of
 from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
 from tests.support.sweeps import sampled
 
@@ -64,12 +64,18 @@ def test_codes_mean_what_transformers_decodes() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 8, 16, 16)
     scales = torch.tensor([2, 60, 119, 126, 127, 128, 190, 250], dtype=torch.uint8)[None, :, None].expand(1, 8, 16)
     expected = convert_moe_packed_tensors(codes, scales)[0].t()
-    assert torch.equal(decode(codes[0], scales[0], torch.bfloat16), expected)
+    spelling = encoding_of({"quantization_config": {"quant_method": "mxfp4"}}).spelling("mlp.experts.down_proj")
+    tensors, out = {"_blocks": codes[0], "_scales": scales[0]}, torch.empty(expected.shape, dtype=torch.bfloat16)
+    spelling.decode(tensors, tuple(expected.shape), *(slice(0, size) for size in expected.shape), out)
+    assert torch.equal(out, expected)
 
 
 def test_released_gpt_oss_is_read_decoded(released: Path, tmp_path: Path) -> None:
     source = open_source(released)
-    assert len(source.notes) == 1 and "MXFP4 and were decoded: they are bfloat16 here" in source.notes[0]
+    assert source.notes == [
+        "weights are stored in few bits (8 tensors in MXFP4), and were decoded: they are bfloat16 here, and "
+        "quantization_config is gone"
+    ]
     report = import_checkpoint(source, tmp_path / "parts", tensor=2)
     assert report.notes == tuple(source.notes)
     export_hf(open_source(tmp_path / "parts"), tmp_path / "back")
@@ -98,7 +104,7 @@ def test_released_gpt_oss_is_read_decoded(released: Path, tmp_path: Path) -> Non
     ("key", "words"),
     [
         ("model.layers.1.mlp.experts.down_proj_scales", "lacks model.layers.1.mlp.experts.down_proj_scales"),
-        ("model.layers.1.mlp.experts.down_proj_blocks", "_blocks with shape .* but its config.json calls for"),
+        ("model.layers.1.mlp.experts.down_proj_blocks", "_blocks with shape .*, of which no matrix is made"),
         ("model.layers.1.mlp.experts.gate_up_proj_bias", "_bias with shape .* but its config.json calls for"),
     ],
 )

@@ -138,6 +138,11 @@ def _gptq(place: Workplace) -> None:
     place.change_tensors(lambda tensors: tensors.update({Q.replace("weight", "qweight"): tensors.pop(Q).int()}))
 
 
+def _hqq(place: Workplace) -> None:
+    place.change_config(quantization_config={"quant_method": "hqq"})
+    place.change_tensors(lambda tensors: tensors.update({Q.replace("weight", "W_q"): tensors.pop(Q).to(torch.uint8)}))
+
+
 WEIGHTS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
     "a tensor is missing": (lambda place: place.change_tensors(lambda tensors: tensors.pop(Q)), f"lacks {Q}"),
     "a tensor too many": (
@@ -152,7 +157,8 @@ WEIGHTS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
     "int8": (_tensor(lambda x: x.to(torch.int8)), "as int8, which is no dtype of weights but of codes"),
     "float8": (_tensor(lambda x: x.to(torch.float8_e4m3fn)), "as float8_e4m3fn, which is no dtype of weights"),
     "complex": (_tensor(lambda x: x.to(torch.complex64)), f"stores {Q} as C64, which is not supported"),
-    "gptq": (_gptq, "is stored encoded (quantization_config.quant_method gptq in config.json"),
+    "gptq": (_gptq, "lacks model.layers.0.self_attn.q_proj.scales"),
+    "hqq": (_hqq, "is stored encoded (quantization_config.quant_method hqq in config.json"),
     "cut off": (_bytes(lambda data: data[:-10]), "is damaged or truncated (its tensors take"),
     "cut off in the header": (_bytes(lambda data: data[:20]), "is damaged or truncated (its header would take"),
     "empty file": (_bytes(lambda data: b""), "is damaged or truncated (it has 0 bytes"),

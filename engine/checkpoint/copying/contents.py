@@ -77,6 +77,22 @@ class StoredBytes(Content):
                     yield reading.read(min(size, run.length - first), scratch.block("read", size))
 
 
+class MemoryBytes(Content):
+    """The bytes of a tensor in memory.
+
+    Args:
+        tensor: on the host.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
+        data, size = raw_bytes(self._tensor), max(1, BLOCK_BYTES // unit) * unit
+        for first in range(0, len(data), size):
+            yield data[first : first + size]
+
+
 def content_checksum(content: Content, scratch: Scratch) -> str:
     """Reads all bytes of a content and returns their checksum."""
     found = Checksum()

@@ -1,0 +1,294 @@
+"""The `quantization_config` of a checkpoint: which spelling each module's weight has.
+
+Libraries name modules as the checkpoint does, by class, by regular expression or by wildcard, and their names may be
+those of another release of a model. So what a config says decides where it has to, before any tensor is known; where
+tensors are known, they decide whether a weight is in few bits, and the config says what its codes mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from engine.errors import UserError
+from engine.kernels.formats import FORMATS, Format
+from engine.quantization.shipped.compressed_tensors import scheme_spelling
+from engine.quantization.shipped.entries import Entries
+from engine.quantization.shipped.floats import Floats
+from engine.quantization.shipped.integers import Awq, Gptq
+from engine.quantization.shipped.spelling import Spelling
+
+KEY = "quantization_config"
+METHODS = ("compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "fp8", "mxfp4", "gptq", "awq")
+"""The values of quant_method that are read."""
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
+_STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Modules and their spelling.
+
+    Args:
+        fits: whether a module is one of them.
+        spelling: None where their weights are as they are without an encoding.
+    """
+
+    fits: Callable[[str], bool] = field(repr=False)
+    spelling: Spelling | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShippedEncoding:
+    """How a checkpoint in few bits is encoded.
+
+    Args:
+        method: quant_method.
+        raw: `quantization_config` as it is written.
+        rules: the first that fits a module counts; none is as one without a spelling.
+    """
+
+    method: str
+    raw: Mapping[str, Any]
+    rules: tuple[Rule, ...]
+
+    def spelling(self, module: str) -> Spelling | None:
+        """Returns the spelling that the config gives a module, by its name in the checkpoint; None for numbers."""
+        return next((rule.spelling for rule in self.rules if rule.fits(module)), None)
+
+    def spellings(self) -> list[Spelling]:
+        """Returns all spellings, each once."""
+        return list(dict.fromkeys(rule.spelling for rule in self.rules if rule.spelling is not None))
+
+    def format(self, module: str) -> Format | None:
+        """Returns the format that the config gives a module; None for numbers.
+
+        Raises:
+            UserError: no format has its codes.
+        """
+        spelling = self.spelling(module)
+        return None if spelling is None else spelling.format
+
+
+def encoding_of(hf_config: Mapping[str, Any]) -> ShippedEncoding | None:
+    """Returns the encoding that a config.json describes; None without one, or with one that is not read.
+
+    Raises:
+        UserError: it is of a kind that is read, but has a value that is not.
+    """
+    text = hf_config.get("text_config")
+    raw = hf_config.get(KEY) or (text.get(KEY) if isinstance(text, Mapping) else None)
+    if not isinstance(raw, Mapping):
+        return None
+    method = str(raw.get("quant_method", "")).lower()
+    if not method and ("quant_algo" in raw or "quantization" in raw):
+        method = "modelopt"
+    reader = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "mxfp4": _mxfp4,
+        "gptq": _gptq,
+        "awq": _awq,
+    }.get(method, _modelopt if method.startswith("modelopt") else None)
+    if reader is None:
+        return None
+    return ShippedEncoding(method=method, raw=raw, rules=tuple(reader(Entries(raw))))
+
+
+def without_encoding(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json without its `quantization_config`."""
+    found = {key: value for key, value in hf_config.items() if key != KEY}
+    if isinstance(text := found.get("text_config"), Mapping) and KEY in text:
+        found["text_config"] = {key: value for key, value in text.items() if key != KEY}
+    return found
+
+
+def _is_linear(module: str) -> bool:
+    """Returns whether a module of which only the name is known counts as a linear."""
+    return module.rpartition(".")[2] not in _EMBEDDINGS
+
+
+def _compressed_tensors(config: Entries) -> list[Rule]:
+    for key in ("sparsity_config", "transform_config"):
+        inner = config.mapping(key)
+        if inner.raw and inner.get("format") != "dense" and (key == "sparsity_config" or inner.get("config_groups")):
+            raise config.wrong(key, "none")
+    left = Rule(fits=_named(config.texts("ignore")), spelling=None)
+    groups = config.mapping("config_groups", needed=True)
+    rules: list[tuple[int, Rule]] = []
+    for name in groups.raw:
+        group = groups.mapping(name, needed=True)
+        spelling = scheme_spelling(group, config.get("format"))
+        # a name counts before a pattern, and that before a class, as compressed-tensors orders them
+        for target in group.texts("targets"):
+            order = 1 if target.startswith("re:") else 2 if "." not in target and target[:1].isupper() else 0
+            rules.append((order, Rule(fits=_target(target), spelling=spelling)))
+    return [left, *(rule for _, rule in sorted(rules, key=lambda one: one[0]))]
+
+
+def _target(target: str) -> Callable[[str], bool]:
+    """Returns whether a target of compressed-tensors is a module's."""
+    if target.startswith("re:"):
+        pattern = _pattern(target.removeprefix("re:"))
+        return lambda module: pattern.match(module) is not None
+    if target == "Linear":
+        return _is_linear
+    if target == "Embedding":
+        return lambda module: not _is_linear(module)
+    return lambda module: module == target
+
+
+def _named(targets: Sequence[str]) -> Callable[[str], bool]:
+    each = [_target(target) for target in targets]
+    return lambda module: any(fits(module) for fits in each)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UserError(
+            f"config.json has {KEY} with the regular expression {text!r}, which is none ({error}): correct it or copy "
+            "it again."
+        ) from error
+
+
+def _modelopt(config: Entries) -> list[Rule]:
+    inside = config.mapping("quantization") if "quantization" in config.raw else config
+    algorithm = inside.get("quant_algo")
+    if algorithm is None:  # of keys and values alone
+        return []
+    patterns = [*inside.texts("exclude_modules"), *inside.texts("ignore")]
+    left = Rule(fits=lambda module: any(_is_excluded(module, pattern) for pattern in patterns), spelling=None)
+    if str(algorithm).upper() != "MIXED_PRECISION":
+        return [left, Rule(fits=_is_linear, spelling=_modelopt_spelling(inside))]
+    layers = inside.mapping("quantized_layers")
+    if layers.raw:
+        each = {name: _modelopt_spelling(layers.mapping(name, needed=True)) for name in layers.raw}
+        return [left, *(Rule(fits=_below(name), spelling=one) for name, one in each.items())]
+    groups = inside.mapping("config_groups", needed=True)
+    rules = [left]
+    for name in groups.raw:
+        group = groups.mapping(name, needed=True)
+        fits = _named(group.texts("targets"))
+        weights = group.mapping("weights", needed=True)
+        four = weights.get("num_bits") == 4
+        rules.append(Rule(fits=fits, spelling=_of_modelopt("NVFP4" if four else "FP8", weights)))
+    return rules
+
+
+def _is_excluded(module: str, pattern: str) -> bool:
+    """Returns whether ModelOpt leaves a module out: by wildcard, or, in older files, by a part of its name."""
+    return fnmatchcase(module, pattern) or ("*" not in pattern and f".{pattern}." in f".{module}.")
+
+
+def _below(name: str) -> Callable[[str], bool]:
+    return lambda module: module == name or module.startswith(f"{name}.")
+
+
+def _modelopt_spelling(entry: Entries) -> Spelling:
+    return _of_modelopt(str(entry.get("quant_algo")).upper(), entry)
+
+
+def _of_modelopt(algorithm: str, entry: Entries) -> Spelling:
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        if entry.get("group_size", 16) != 16:
+            raise entry.wrong("group_size", "16")
+        return Floats(kind=FORMATS["nvfp4"], tensor_scale=".weight_scale_2", scale_shape=())
+    if algorithm == "MXFP8":
+        return Floats(kind=FORMATS["mxfp8"])
+    if algorithm == "FP8":
+        return Floats(kind=FORMATS["fp8_channel"], one_scale=True, scale_shape=())
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return Floats(kind=FORMATS["fp8_channel"])
+    if algorithm == "FP8_PB_WO":
+        return Floats(kind=FORMATS["fp8_block"], scales=".weight_scale")
+    raise entry.wrong(
+        "quant_algo", "NVFP4, W4A16_NVFP4, MXFP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO or MIXED_PRECISION"
+    )
+
+
+def _fp8(config: Entries) -> list[Rule]:
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise config.wrong("fmt", "e4m3")
+    if config.get("expert_dtype", "fp8") != "fp8":
+        raise config.wrong("expert_dtype", "fp8")
+    if config.get("scale_fmt", "float") not in ("float", "ue8m0"):
+        raise config.wrong("scale_fmt", "float or ue8m0")
+    block = config.get("weight_block_size")
+    if block is None:
+        spelling = Floats(kind=FORMATS["fp8_channel"], scales=".weight_scale_inv", one_scale=True, scale_shape=())
+        # of vLLM's own quantiser, which has no blocks
+        other = Floats(kind=FORMATS["fp8_channel"], one_scale=True, scale_shape=())
+        spellings = [spelling, other]
+    else:
+        rows, columns = config.pair("weight_block_size")
+        if rows == 1 and columns == 32:
+            spellings = [Floats(kind=FORMATS["mxfp8"], scales=".weight_scale_inv")]
+        else:
+            spellings = [Floats(kind=block_format(rows, columns), scales=".weight_scale_inv")]
+    return [_skipped(config, ("lm_head",)), *(Rule(fits=_is_linear, spelling=one) for one in spellings)]
+
+
+def block_format(rows: int, columns: int) -> Format:
+    """Returns the format of e4m3 with a scale for each block."""
+    return Format(name="fp8_block", group=columns, rows=rows, granule=rows)
+
+
+def _mxfp4(config: Entries) -> list[Rule]:
+    spelling = Floats(kind=FORMATS["mxfp4"], codes="_blocks", scales="_scales", last=16)
+    return [Rule(fits=lambda module: _STACKS.search(module) is not None, spelling=spelling)]
+
+
+def _gptq(config: Entries) -> list[Rule]:
+    bits, group = config.count("bits"), config.get("group_size", 128)
+    if bits not in (4, 8):
+        raise config.wrong("bits", "4 or 8")
+    group = 0 if group == -1 else config.count("group_size", 128)
+    if group % (32 // bits):
+        raise config.wrong("group_size", f"-1 or a multiple of {32 // bits}")
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise config.wrong("checkpoint_format", "gptq or gptq_v2")
+    rules = [_skipped(config, () if config.get("lm_head") else ("lm_head",))]
+    for pattern in config.mapping("dynamic").raw:
+        if not pattern.startswith("-:"):
+            raise config.wrong("dynamic", "patterns that begin with -:")
+        skipped = _pattern(pattern.removeprefix("-:"))
+        rules.append(Rule(fits=lambda module, skipped=skipped: skipped.match(module) is not None, spelling=None))
+    spelling = Gptq(
+        bits=bits, columns_of_group=group, has_zeros=not config.get("sym", True), is_v2=version == "gptq_v2"
+    )
+    return [*rules, Rule(fits=_is_linear, spelling=spelling)]
+
+
+def _awq(config: Entries) -> list[Rule]:
+    bits = config.count("w_bit" if "w_bit" in config.raw else "bits")
+    if bits != 4:
+        raise config.wrong("bits", "4")
+    if str(config.get("version", "gemm")).lower() != "gemm":
+        raise config.wrong("version", "gemm")
+    if config.get("zero_point", True) is not True:
+        raise config.wrong("zero_point", "true")
+    key = "q_group_size" if "q_group_size" in config.raw else "group_size"
+    group = 0 if config.get(key, 128) == -1 else config.count(key, 128)
+    if group % 8:
+        raise config.wrong(key, "-1 or a multiple of 8")
+    return [_skipped(config, ("lm_head",)), Rule(fits=_is_linear, spelling=Awq(columns_of_group=group))]
+
+
+def _skipped(config: Entries, otherwise: tuple[str, ...]) -> Rule:
+    """Returns the rule of modules that are left as they were; `otherwise` where the config does not say."""
+    keys = ("modules_to_not_convert", "ignored_layers")
+    key = next((key for key in keys if config.get(key) is not None), None)
+    names = otherwise if key is None else tuple(config.texts(key))
+
+    def fits(module: str) -> bool:
+        return any(module.endswith(name) or f"{module}.".startswith(f"{name}.") for name in names) or any(
+            f".{name}." in f".{module}." for name in names
+        )
+
+    return Rule(fits=fits, spelling=None)

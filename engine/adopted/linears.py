@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine.adopted.attention import Run
 from engine.errors import UserError
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.ops.attention.dense_gradient import with_dense_gradient
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
 
@@ -38,7 +39,7 @@ class AdoptedLinear(nn.Module):
         return self.linear.bias_storage
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = with_dense_gradient(x.reshape(-1, x.shape[-1]))  # it may be transformers' attention that computed them
         context = token_context(self._run, rows, self.linear, name=self._name)
         return self.linear(rows, GivenInput(), context).view(*x.shape[:-1], -1)
 

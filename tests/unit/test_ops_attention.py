@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.ops.attention.dense_gradient import dense
 from engine.ops.attention.packed import causal_attention
 from engine.ops.rope import inverse_frequencies
 from rankfold.benchmarking.oracles import attention_by_document
@@ -34,6 +35,36 @@ def test_documents_are_apart(lengths: tuple[int, ...], heads: tuple[int, int]):
     gradients = (torch.autograd.grad(out, (q, k, v), dy) for out in (ours, theirs))
     for mine, other in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_a_gradient_made_dense_has_the_layout_of_a_dense_output():
+    wide = torch.randn(6, 5 * 4 + 3)
+    rows = wide[:, :20]
+    assert dense(rows).is_contiguous() and torch.equal(dense(rows), rows)
+    heads = rows.view(2, 3, 5, 4).transpose(1, 2)
+    assert dense(heads).transpose(1, 2).is_contiguous() and torch.equal(dense(heads), heads)
+    whole = torch.randn(6, 20)
+    assert dense(whole).data_ptr() == whole.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("lengths", [(9, 15, 24), (512, 512)])
+def test_gradients_whatever_the_distance_of_the_rows_of_the_outputs_gradient(head_dim: int, lengths: tuple[int, ...]):
+    """Of the same sizes one after the other, which one plan of a library's kernel may serve."""
+    heads, kv_heads, scale = 4, 1, head_dim**-0.5
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), num, head_dim) for num in (heads, kv_heads, kv_heads)]
+    drawn = [torch.randn(shape, generator=generator).bfloat16().cuda() for shape in shapes]
+    dy = torch.randn(shapes[0], generator=generator).bfloat16().cuda()
+    wide = torch.nn.functional.pad(dy.flatten(1), (0, 16))[:, : heads * head_dim].view_as(dy)
+    exact = [x.double().requires_grad_() for x in drawn]
+    truths = torch.autograd.grad(causal_attention(*exact, lengths, scale=scale), exact, dy.double())
+    for gradient in (dy, wide, dy):
+        given = [x.clone().requires_grad_() for x in drawn]
+        found = torch.autograd.grad(causal_attention(*given, lengths, scale=scale), given, gradient)
+        for one, truth in zip(found, truths, strict=True):
+            assert (one.double() - truth).norm() <= 0.02 * truth.norm()
 
 
 def test_a_document_does_not_read_its_neighbours():

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.branches import Parents, paths
 from engine.kernels.records import Documents
+from engine.ops.attention.dense_gradient import with_dense_gradient
 from engine.spans import Span, merged
 
 
@@ -22,7 +23,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: floa
     """Attends within `num` documents of one length, side by side along T, as one batch."""
     q4, k4, v4 = (x.view(num, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).reshape(num * length, q.shape[1], q.shape[2])
+    return with_dense_gradient(out).transpose(1, 2).reshape(num * length, q.shape[1], q.shape[2])
 
 
 def _over_branches(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], parents: Parents, scale: float) -> Tensor:
@@ -40,7 +41,7 @@ def _over_branches(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], pa
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        parts.append(out.squeeze(0).transpose(0, 1))
+        parts.append(with_dense_gradient(out).squeeze(0).transpose(0, 1))
     return torch.cat(parts)
 
 

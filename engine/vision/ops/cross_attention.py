@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.ops.attention.dense_gradient import with_dense_gradient
 from engine.ops.attention.token_context import ContextPart
 from engine.spans import Span
 
@@ -92,7 +93,7 @@ def cross_attention(q_TND: Tensor, encoded: EncodedRows) -> Tensor:
         q, k, v = (
             x[rows].transpose(0, 1)[None] for x, rows in ((q_TND, span.tokens), (k_KND, span.rows), (v_KND, span.rows))
         )
-        parts.append(scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+        parts.append(with_dense_gradient(scaled_dot_product_attention(q, k, v))[0].transpose(0, 1))
         done = span.tokens.stop
     parts.append(q_TND.new_zeros(q_TND.shape[0] - done, *q_TND.shape[1:]))
     return torch.cat(parts)

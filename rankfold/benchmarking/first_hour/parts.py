@@ -177,7 +177,8 @@ PARTS = (
            "tests/unit/test_varlen_attention.py tests/unit/test_varlen_branches.py"),
     _tests("memory", "tests/unit/test_saved_offload.py tests/unit/test_offload_memory.py "
            "tests/unit/test_gradient_sink.py tests/unit/test_optim_backends.py"),
-    _tests("attention", "tests/unit/test_ops_attention_blocks.py tests/unit/test_ops_bidirectional.py "
+    _tests("attention", "tests/unit/test_ops_attention.py tests/unit/test_ops_attention_blocks.py "
+           "tests/unit/test_ops_bidirectional.py "
            "tests/unit/test_ops_apex.py"),
     Part("check-kernels", "kernels", "--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention"),
     Part("states", "kernels", "--only states"),

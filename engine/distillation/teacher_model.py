@@ -13,7 +13,6 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.tokenizer_files import holds_tokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
-from engine.choices import STORED
 from engine.config.distillation import BASE, is_server
 from engine.config.hub import instead_of
 from engine.config.run import RunConfig
@@ -196,6 +195,6 @@ def build_teacher(opened: OpenTeacher, launch: Launch, training: Training, log: 
         total = sum(part.tensor.nbytes for part in parts)
         with Progress(log, "reading weights of a teacher", total, "bytes") as progress:
             load_parameters(parts, live.tensors, progress=progress.advance)
-        stored = opened.source if config.model.base_dtype == STORED else None
-        fill_base(config, opened.source.model, live.tensors, stages.models(), weights, log, stored=stored)
+        checkpoint = opened.source
+        fill_base(config, checkpoint.model, live.tensors, stages.models(), weights, log, checkpoint=checkpoint)
     return stages

@@ -135,7 +135,7 @@ def fill_base(
     weights: WeightPlacement,
     log: Log,
     *,
-    stored: WeightSource | None = None,
+    checkpoint: WeightSource | None = None,
 ) -> None:
     """Encodes the frozen weights of this rank's parts of the model as they are read (or drawn), one at a time; or reads
     them as they are stored.
@@ -145,16 +145,19 @@ def fill_base(
     Args:
         config: of the run.
         model, source: the model, and the reader of its weights; None as source draws them.
-        stored: the checkpoint, where weights stay as they are stored.
         parts: of the model on this rank.
         weights: placement of encoded weights between computations.
         log: says how many bytes they take.
+        checkpoint: has the model's weights, as far as they are not trained; None where they are drawn.
 
     Raises:
         UserError: a weight is absent, damaged or not finite.
     """
     parts = list(parts)
     entries = [entry for part in parts for entry in encoded_entries(part)]
+    stored = checkpoint if config.model.base_dtype == STORED else None
+    if checkpoint is not None and (note := checkpoint.encoding_note(decodes=stored is None)) is not None:
+        log.info(note)
     if stored is not None and (kept := _decoded_names(parts, stored)):
         log.info(kept_sentence(config, kept))
     if not entries:

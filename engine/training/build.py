@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.verification import checked_together
-from engine.choices import STORED
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh, build_mesh
@@ -117,8 +116,8 @@ def build_training(
             log,
         )
         if reads:
-            stored = source.weights if config.model.base_dtype == STORED else None
-            fill_base(config, source.model, source.weights, stages.models(), weights, log, stored=stored)
+            checkpoint = source.weights
+            fill_base(config, source.model, checkpoint, stages.models(), weights, log, checkpoint=checkpoint)
     if base is not None:
         base.is_filled = True
     optimizer = build_optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)

@@ -129,8 +129,8 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     with checked_together([source.checks], mesh.world):
         with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
             load_parameters(shards, live.tensors, progress=progress.advance)
-        stored = source if options.model.base_dtype == STORED else None
-        fill_base(options, source.model, live.tensors, (decoder,), WeightPlacement(Axis("dp_cp")), log, stored=stored)
+        placement = WeightPlacement(Axis("dp_cp"))
+        fill_base(options, source.model, live.tensors, (decoder,), placement, log, checkpoint=source)
     return OpenedModel(
         decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer, full=full
     )

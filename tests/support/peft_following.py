@@ -48,9 +48,14 @@ def peft_start(name: str, folder: Path, *, tied: bool = False, **settings: Any) 
 
     B, biases, magnitudes and what trains in full are drawn, so that nothing starts from zeros or the base's values.
     """
+    base = make_model(name, folder / "hf", **({"tie_word_embeddings": True} if tied else {}))
+    return peft_on(base, folder, **settings)
+
+
+def peft_on(base: nn.Module, folder: Path, **settings: Any) -> nn.Module:
+    """A stock model under PEFT, with the adapter in `folder`/start, drawn as in `peft_start`."""
     from peft import LoraConfig, get_peft_model
 
-    base = make_model(name, folder / "hf", **({"tie_word_embeddings": True} if tied else {}))
     torch.manual_seed(3)
     chosen = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
     model = get_peft_model(base, LoraConfig(**chosen))
@@ -113,7 +118,7 @@ def build(folder: Path, given: dict[str, Any], launch: Launch) -> tuple[Training
     config = parse_config(options(settings))
     check_config(config)
     source = model_source(config)
-    plan = check_model(config, source.model, launch.world_size)
+    plan = check_model(config, source.model, launch.world_size, source.weights)
     start_adapter(config, source, plan)
     lines = io.StringIO()
     log = Log(launch.rank, lines)

@@ -90,7 +90,7 @@ def _alike(config: DecoderConfig, plan: TrainingPlan, kind: int, answers: _Answe
 def _stored_alike(formats: Callable[[str], object] | None, kind: int, answers: _Answers, index: int) -> bool:
     if formats is None:
         return True
-    weights = {f"{module}.weight" for _, module in answers}
+    weights = [f"{module}.weight" for method, module in answers if method == "trains"]
     return all(formats(_prefix(kind) + name) == formats(_prefix(index) + name) for name in weights)
 
 

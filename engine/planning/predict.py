@@ -175,6 +175,7 @@ def predict_peak(
     pipeline_rank: int | None = None,
     device_type: str = "cuda",
     routing: Routing = "balanced",
+    stored: Formats | None = None,
 ) -> PeakEstimate:
     """Predicts the peak memory of a rank.
 
@@ -188,12 +189,13 @@ def predict_peak(
         pipeline_rank: the rank to predict; None for the one with the highest peak.
         device_type: "cuda" or "cpu".
         routing: how tokens choose among experts that are divided over ranks.
+        stored: as of `workload_of`.
 
     Raises:
         UserError: the model or the batch does not fit the layout.
     """
     layout = Layout(parallel=config.parallel, data=max(1, world_size // config.parallel.model_parallel_size))
-    workload = replace(workload_of(config, decoder, plan, device_type=device_type), routing=routing)
+    workload = replace(workload_of(config, decoder, plan, device_type=device_type, stored=stored), routing=routing)
     estimates = predict_layout(workload, layout, memory_plan_of(config))
     if pipeline_rank is not None:
         return estimates[pipeline_rank]

@@ -118,6 +118,7 @@ class ModelShape:
         carried_trains: whether anything of a front does whose features stand beside the stream.
         embedding_parameters: of the embedding, and of all that is beside it on the first stage, such as a vision model.
         decoded_experts: bytes in which experts that a router chooses are decoded; 0 where they are stored plainly.
+        encodings: names of those in which weights of the layers are stored, each once.
     """
 
     hidden: int
@@ -130,6 +131,7 @@ class ModelShape:
     head_parameters: Parameters
     tied: bool
     decoded_experts: int = 0
+    encodings: tuple[str, ...] = ()
 
     @property
     def first_trainable_layer(self) -> int:
@@ -202,6 +204,7 @@ def model_shape(
         head_parameters=_parameters(chain.from_iterable(map(shard_entries, behind))),
         tied=config.tied_embeddings,
         decoded_experts=0 if layout.base is None or not config.num_experts else layout.base.scratch.num_bytes,
+        encodings=tuple(dict.fromkeys(one.encoding.name for part in parts.values() for one in encoded_entries(part))),
     )
 
 

@@ -16,7 +16,7 @@ from engine.config.model import DTYPES
 from engine.config.paths import path_text
 from engine.config.units import read_gib, read_length
 from engine.errors import UserError
-from rankfold.planning.memory import RESERVE
+from rankfold.planning.memory import BASES, RESERVE
 
 STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--speeds", type=path_text, metavar="FILE", help="measured speeds, as of rankfold plan memory")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of training (default bfloat16)")
-    parser.add_argument(
-        "--base-dtype", metavar="NAME", help="how the base is stored: nf4, int8, fp8 or fp8_row (default --dtype)"
-    )
+    parser.add_argument("--base-dtype", metavar="NAME", help=f"how the base is stored: {BASES} (default --dtype)")
     parser.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     parser.add_argument(
         "--recompute",

@@ -8,6 +8,7 @@ described.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from engine.planning.peak import PeakEstimate, predict_layout
 from engine.planning.predict import workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.step_time import StepRange, StepTime, predict_range
+from engine.planning.stored_formats import base_words, stored_formats
 from engine.telemetry.format import counted, format_columns, format_parameters
 from engine.training.module_plan import block_linears, decoder_in_training, training_plan
 from rankfold.planning import time_report
@@ -76,6 +78,7 @@ class AdaptersAnswer:
     Args:
         config: of one adapter's run.
         decoder: of the model.
+        base: how it is stored, in words.
         adapters: how many are asked about.
         rows: of an adapter's step.
         tokens: of a micro-batch, at most.
@@ -91,6 +94,7 @@ class AdaptersAnswer:
 
     config: RunConfig
     decoder: DecoderConfig
+    base: str
     adapters: int
     rows: int
     tokens: int
@@ -138,7 +142,7 @@ def answer(arguments: argparse.Namespace) -> AdaptersAnswer:
 
     def workload(rank: int) -> Workload:
         device = "cpu" if arguments.machine == "cpu" else "cuda"
-        return adapter_workload(config(rank), base, family, device_type=device)
+        return adapter_workload(config(rank), base, family, device_type=device, hf_config=hf_config)
 
     asked = workload(arguments.rank)
     sharing = max(1, min(arguments.adapters, arguments.tokens // (micro * asked.seq_length)))
@@ -155,6 +159,7 @@ def answer(arguments: argparse.Namespace) -> AdaptersAnswer:
     return AdaptersAnswer(
         config=config(arguments.rank),
         decoder=asked.decoder,
+        base=base_words(asked),
         adapters=arguments.adapters,
         rows=arguments.rows,
         tokens=arguments.tokens,
@@ -179,14 +184,19 @@ def _rows_at_once(rows: int, length: int, tokens: int) -> int:
     return next(count for count in range(most, 0, -1) if rows % count == 0)
 
 
-def adapter_workload(config: RunConfig, base: DecoderConfig, family: Family, *, device_type: str) -> Workload:
+def adapter_workload(
+    config: RunConfig, base: DecoderConfig, family: Family, *, device_type: str, hf_config: Mapping[str, Any]
+) -> Workload:
     """Returns the steps of one adapter's run.
 
     Raises:
-        UserError: a target or backend that is not known.
+        UserError: a target or backend that is not known, or weights that are to stay as they are stored are in no
+            format that is read.
     """
     decoder = decoder_in_training(config, base, family.names)
-    return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type=device_type)
+    plan = training_plan(config, decoder, family.names)
+    stored = stored_formats(config.model.base_dtype, hf_config, family.names)
+    return workload_of(config, decoder, plan, device_type=device_type, stored=stored)
 
 
 def together(own: Workload, *, adapters: int, sharing: int) -> Workload:
@@ -237,7 +247,7 @@ def report(found: AdaptersAnswer) -> str:
 
 def _question(found: AdaptersAnswer) -> str:
     config, row = found.config, found.config.data.seq_length
-    base = f", base {config.model.base_dtype}" if config.model.base_dtype else ""
+    base = f", base {found.base}" if config.model.base_dtype else ""
     shared = f"of {counted(found.sharing, 'adapter')}" if found.sharing > 1 else "of one adapter each"
     own = config.train.micro_batch_size * row
     return (

@@ -16,7 +16,7 @@ from rankfold.planning import time_report
 from rankfold.planning.memory_question import Answer
 
 _FIGURES = (
-    "products", "products_fp8", "grouped", "copies", "link", "network", "host", "launch", "gap", "graph_gap",
+    "products", "products_fp8", "vectors", "grouped", "copies", "link", "network", "host", "launch", "gap", "graph_gap",
     "host_launch", "attention_share",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from engine.choices import RECOMPUTE_LEVELS
+from engine.choices import BASE_DTYPES, RECOMPUTE_LEVELS, STORED
 from engine.config.hub_flag import add_download
 from engine.config.memory import CudaGraph
 from engine.config.model import DTYPES
@@ -31,6 +31,7 @@ STANDS_FOR = {
     "memory.cuda_graph": "--cuda-graph", "rollout.slots": "--slots", "rollout.num_generations": "--num-generations",
 }  # fmt: skip
 """Option of a run -> the flag; see `engine.config.command_line`."""
+BASES = f"{', '.join(BASE_DTYPES[:-1])} or {BASE_DTYPES[-1]}; {STORED} as a checkpoint in few bits has them"
 RESERVE = 10.0
 """Percent of a GPU's memory. A run warns where it holds a tenth more than predicted, so that one that does not warn
 fits. On a CPU no measured peak was more than 1% above its prediction; the additions of a GPU's allocator, context
@@ -132,7 +133,7 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument(
         "--base-dtype",
         metavar="NAME",
-        help="how frozen weights are stored: nf4, int8, fp8 or fp8_row (default --dtype)",
+        help=f"how frozen weights are stored: {BASES} (default --dtype)",
     )
     work.add_argument(
         "--objective",
@@ -211,7 +212,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory_report,
         time_by_kernel,
     )
-    from rankfold.planning.memory_question import ask, easier
+    from rankfold.planning.memory_question import ask, check_drawn, easier
 
     if arguments.examples:
         print(memory_examples.report(RESERVE))
@@ -223,6 +224,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--measure is given without --config: name the configuration to measure.")
     if arguments.model is None:
         raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
+    if arguments.probe:
+        check_drawn("--probe", arguments.base_dtype)
     answer = ask(arguments)
     if arguments.json is not None:
         answer_record.write(arguments.json, answer_record.of_answer(answer, top=arguments.top))

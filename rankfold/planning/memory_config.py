@@ -25,6 +25,7 @@ from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time
+from engine.planning.stored_formats import base_words, stored_formats
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.training.base_encoding import stacks_sentence
@@ -32,7 +33,7 @@ from engine.training.module_plan import decoder_in_training, training_plan
 from engine.training.prefixes import choose_sharing
 from rankfold.planning import answer_record, time_by_kernel
 from rankfold.planning.memory_measure import measure
-from rankfold.planning.memory_question import GIB, machine_of, read_config
+from rankfold.planning.memory_question import GIB, check_drawn, machine_of, read_config
 from rankfold.planning.memory_report import part_table, routing_sentence, table, time_lines
 
 _STEPS = 4
@@ -46,9 +47,11 @@ def report(arguments: argparse.Namespace) -> str:
         UserError: the configuration does not fit the model or the ranks, or it cannot be measured here.
     """
     config = _read(arguments)
+    if arguments.measure:
+        check_drawn("--measure", config.model.base_dtype)
     candidate, machine = _predicted(config, arguments)
     lines = [
-        f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}; predicted "
+        f"{arguments.config}: {candidate.label()}; base {base_words(candidate.workload)}; predicted "
         f"with the speeds of {machine.name}:",
         *time_lines(candidate, machine, arguments.gpus),
         *_images(candidate.workload, arguments.tiles),
@@ -121,7 +124,8 @@ def _workload(config: RunConfig, device_type: str, **lengths: int | None) -> Wor
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
     sharing = choose_sharing(config, decoder)
-    return workload_of(config, decoder, plan, device_type=device_type, sharing=sharing, **lengths)
+    stored = stored_formats(config.model.base_dtype, hf_config, family.names)
+    return workload_of(config, decoder, plan, device_type=device_type, sharing=sharing, stored=stored, **lengths)
 
 
 def _measured(config: RunConfig, candidate: Candidate) -> str:

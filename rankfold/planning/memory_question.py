@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.model_folder import open_model
-from engine.choices import RECOMPUTE_LEVELS
+from engine.choices import RECOMPUTE_LEVELS, STORED
 from engine.config.data import DataOptions
 from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
@@ -34,6 +34,7 @@ from engine.planning.machine import MEASURED_SPEEDS, Machine, machine_for
 from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Routing, Workload
 from engine.planning.search import SearchRequest, SearchResult, search
+from engine.planning.stored_formats import stored_formats
 from engine.sentences import listed
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
@@ -136,9 +137,11 @@ def ask(arguments: argparse.Namespace) -> Answer:
 
 
 EASIER = (
+    {"base_dtype": "stored"},
     {"base_dtype": "fp8"},
     {"base_dtype": "int8"},
     {"base_dtype": "nf4"},
+    {"base_dtype": "int4"},
     {"offload": "weights"},
     {"offload": "weights,optimizer"},
     {"offload": "weights,optimizer,activations", "activation_dtype": "float8"},
@@ -157,7 +160,7 @@ def easier(arguments: argparse.Namespace) -> list[tuple[dict[str, str], Answer]]
             continue
         try:
             answer = ask(argparse.Namespace(**{**vars(arguments), **added}))
-        except UserError:  # the machine or the trained parameters do not allow it
+        except UserError:  # the machine, the checkpoint or the trained parameters do not allow it
             continue
         if answer.found.fitting:
             found.append((added, answer))
@@ -205,7 +208,8 @@ def answer_for(
         tries: whether a layout is tried; None for all.
 
     Raises:
-        UserError: the model or a name in the configuration is not known.
+        UserError: the model or a name in the configuration is not known, or weights that are to stay as they are
+            stored are in no format that is read.
     """
     family, text = family_of(hf_config, config.model.implementation)
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
@@ -215,7 +219,10 @@ def answer_for(
         chosen = replace(chosen, node_size=node_size)
     device_type = "cpu" if machine == "cpu" else "cuda"
     sharing = choose_sharing(config, decoder)
-    workload = workload_of(config, decoder, plan, device_type=device_type, prompt=prompt_length, sharing=sharing)
+    stored = stored_formats(config.model.base_dtype, hf_config, family.names)
+    workload = workload_of(
+        config, decoder, plan, device_type=device_type, prompt=prompt_length, sharing=sharing, stored=stored
+    )
     longest = workload.longest_document if document_length is None else document_length
     tiles = usual_tiles(decoder, config.train.micro_batch_size * tiles_per_row)
     workload = replace(workload, beside=beside, longest_document=longest, tiles=tiles)
@@ -388,6 +395,19 @@ def read_speeds(path: str) -> dict[str, float]:
         if not known or isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             raise UserError(f"{shown(path)} has no speed {listed([name])} that can be used: {advice}.")
     return {name: float(value) for name, value in speeds.items()}
+
+
+def check_drawn(option: str, base_dtype: str | None) -> None:
+    """Refuses an option that takes steps with drawn weights where these would have to be stored in few bits.
+
+    Raises:
+        UserError: they would.
+    """
+    if base_dtype == STORED:
+        raise UserError(
+            f"{option} draws weights, which no checkpoint stores, and model.base_dtype is {STORED}: measure with the "
+            "format that most of the weights have, such as nvfp4, or leave it out."
+        )
 
 
 def measured_cpu(memory: float) -> Machine:

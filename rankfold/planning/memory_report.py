@@ -19,6 +19,7 @@ from engine.planning.ledger import PARTS
 from engine.planning.machine import Machine
 from engine.planning.peak import fullest
 from engine.planning.search import SAME_TIME, Candidate
+from engine.planning.stored_formats import base_words
 from engine.telemetry.format import counted, format_columns, format_parameters
 from rankfold.planning import time_report
 from rankfold.planning.memory_question import GIB, Answer
@@ -64,7 +65,7 @@ def _question(answer: Answer) -> str:
     return (
         f"{shown(config.model.path)}: {format_parameters(num_parameters(decoder))} parameters{_active(decoder)}, "
         f"{trained}, {config.model.dtype}"
-        f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
+        f"{f', base {base_words(answer.workload)}' if config.model.base_dtype else ''}{_beside(answer)}\n"
         f"{counted(config.train.global_batch_size, 'row')} of {counted(config.row_length, 'token')} per step, "
         f"{config.train.micro_batch_size} per micro-batch; kernels {answer.workload.kernels}\n"
         f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "

@@ -70,7 +70,7 @@ class _Round:
 
 def _predicted(config: RunConfig, sizes: dict[str, object], adapters: int, sharing: int) -> PeakEstimate:
     family, text = family_of(sizes)
-    own = adapter_workload(config, family.config_from_hf(text), family, device_type="cpu")
+    own = adapter_workload(config, family.config_from_hf(text), family, device_type="cpu", hf_config=text)
     shared = together(own, adapters=adapters, sharing=sharing)
     (found,) = predict_layout(shared, Layout(parallel=config.parallel), memory_plan_of(config))
     return found
@@ -123,7 +123,7 @@ def test_an_adapter_takes_what_torchs_own_tracker_counts(tmp_path: Path) -> None
 def test_adapters_that_fit_are_those_that_the_memory_holds(tmp_path: Path) -> None:
     config = _config(tmp_path, SIZES, 16)
     family, text = family_of(SIZES)
-    own = adapter_workload(config, family.config_from_hf(text), family, device_type="cpu")
+    own = adapter_workload(config, family.config_from_hf(text), family, device_type="cpu", hf_config=text)
     shared = together(own, adapters=4, sharing=2)
     (estimate,) = predict_layout(shared, Layout(parallel=config.parallel), memory_plan_of(config))
     capacity = estimate.peak * 1.5

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
 from engine.kernels.formats import FORMATS, Format
@@ -19,18 +23,51 @@ from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout, predict_static
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.shapes import ModelShape
+from engine.planning.stored_formats import stored_formats
 from engine.planning.traces import rank_model
 from engine.training.module_plan import training_plan
+from rankfold.planning import memory
 from rankfold.planning.memory_examples import LLAMA_2_70B
+from rankfold.planning.memory_question import answer_for
+from rankfold.planning.memory_report import report
 from tests.unit.test_planning_experts import MIXTURE
 from tests.unit.test_planning_search import SMALL, _config, _workload
 
+ROOT = Path(__file__).resolve().parents[2]
 H200 = MACHINES["h200-141"]
 LAYER, MLP = 855_638_016, 3 * 8192 * 28_672
 """Numbers of the linears of a layer of Llama-2-70B, and of its MLP."""
 REST = 2 * (2 * 32_000 * 8192 + 161 * 8192)
 """Bytes of its embedding, head and norms."""
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "mxfp8": 8.25, "fp8_block": 8 + 32 / 128**2, "int4": 4 + 16 / 128}
+
+GPT_OSS = json.loads((ROOT / "examples/memory/models/gpt-oss-120b.json").read_text(encoding="utf-8"))
+CONFIGS: dict[str, tuple[dict[str, object], dict[str, str | None]]] = {
+    "gpt-oss": (
+        GPT_OSS,
+        {"layers.0.attention.q_proj": None, "layers.35.mlp.experts.127.up_proj": "mxfp4", "layers.1.mlp.router": None},
+    ),
+    "compressed-tensors": (
+        {
+            **SMALL,
+            "quantization_config": {
+                "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+                "ignore": ["lm_head", "re:.*layers[.]0[.]mlp.*"],
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+                    }
+                },
+            },
+        },
+        {"layers.0.attention.q_proj": "nvfp4", "layers.0.mlp.up_proj": None, "layers.1.mlp.up_proj": "nvfp4"},
+    ),
+    "fp8": (
+        {**SMALL, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        {"layers.0.attention.o_proj": "fp8_block", "lm_head": None},
+    ),
+}  # fmt: skip
 
 
 def _in(base: str, hf: dict[str, object] = LLAMA_2_70B, **changes: object) -> Workload:
@@ -115,3 +152,48 @@ def test_a_cut_through_a_block_is_refused() -> None:
     small = {**SMALL, "intermediate_size": 96}
     with pytest.raises(UserError, match="mxfp4 has one scale for 32 input features"):
         predict_static(_in("mxfp4", small), Layout(parallel=ParallelOptions(tensor=2)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_formats_of_a_config(name: str) -> None:
+    """By the names that the checkpoint has for the engine's."""
+    hf, expected = CONFIGS[name]
+    family, _ = family_of(hf)
+    formats = stored_formats("stored", hf, family.names)
+    assert formats is not None and stored_formats("nf4", hf, family.names) is None
+    found = {module: formats(f"{module}.weight") for module in expected}
+    assert {module: None if one is None else one.name for module, one in found.items()} == expected
+
+
+def test_weights_as_large_as_the_published_checkpoint() -> None:
+    """60.8 GiB, as its model card says (arXiv 2508.10925, table 1)."""
+    config = _config(model=ModelOptions(path="m", dtype="bfloat16", base_dtype="stored"))
+    answer = answer_for(GPT_OSS, config, devices=1, gpu_memory=141, reserve=10)
+    (best, *_) = answer.found.fitting
+    assert f"{best.estimate.static[WEIGHTS] / 2**30:.1f}" == "60.8"
+    assert ", base stored (mxfp4)\n" in report(answer, top=1)
+
+
+def test_a_config_without_formats_is_refused() -> None:
+    config = _config(model=ModelOptions(path="m", dtype="bfloat16", base_dtype="stored"))
+    with pytest.raises(UserError, match="model.base_dtype is stored, but config.json has no quantization_config"):
+        answer_for(SMALL, config, devices=1, gpu_memory=141, reserve=10)
+
+
+@pytest.mark.parametrize("option", ["--probe", "--measure"])
+def test_drawn_weights_are_not_stored(option: str, tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(CONFIGS["fp8"][0]), encoding="utf-8")
+    given = ["--model", str(model), option]
+    if option == "--measure":
+        run = tmp_path / "run.yaml"
+        run.write_text(
+            "model: {path: m, base_dtype: stored}\ndata: {train: t.jsonl}\ntrain: {steps: 1}\n", encoding="utf-8"
+        )
+        given += ["--config", str(run)]
+    else:
+        given += ["--base-dtype", "stored"]
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    with pytest.raises(UserError, match=f"{option} draws weights"):
+        memory.run(parser.parse_args(given))

@@ -20,6 +20,10 @@ MERGE_REPORT = "merge_report.json"
 """The report on a merge's rounding; it describes the folder it is in, so it is not copied with the model."""
 
 _AUXILIARY_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md", ".py")
+ENCODING_FILE = "hf_quant_config.json"
+"""ModelOpt's file about weights in few bits."""
+_OF_ENCODINGS = (ENCODING_FILE, "quantize_config.json", "quant_config.json")
+"""Files about how weights are stored, which conversions write otherwise."""
 _AUXILIARY_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _MAX_COMPANION_BYTES = 256 << 20
 """Size limit of a file beside the weights; the largest tokenizers have some 30 MB."""
@@ -149,6 +153,10 @@ def _resolved(path: Path) -> Path | None:
 
 
 def _is_auxiliary(name: str) -> bool:
-    if name in (MANIFEST, MERGE_REPORT) or name.endswith(".index.json") or name.startswith((".", "adapter_")):
+    if (
+        name in (MANIFEST, MERGE_REPORT, *_OF_ENCODINGS)
+        or name.endswith(".index.json")
+        or name.startswith((".", "adapter_"))
+    ):
         return False
     return name.endswith(_AUXILIARY_SUFFIXES) or name.startswith(_AUXILIARY_NAMES)

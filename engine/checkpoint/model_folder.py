@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.folder import CONFIG, Companions, find_companions
+from engine.checkpoint.folder import CONFIG, ENCODING_FILE, Companions, find_companions
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.manifest_records import Manifest
 from engine.choices import IMPLEMENTATIONS, Implementation
 from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.kernels.formats import Format
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import parameter_specs
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import WRAPPINGS, family_of
 from engine.models.names import NameMap
+from engine.models.stored_formats import formats_of
+from engine.quantization.shipped.config import KEY
 from engine.seams import resolve
 
 CLASSIFIER = "engine.judges.model:read_judge"
@@ -68,6 +72,11 @@ class ModelFolder:
         """The family's name: where a vision model is in front of another family's language model, that of the whole."""
         kind = self.hf_config.get("model_type")
         return str(kind) if kind in WRAPPINGS else self.decoder.family
+
+    def formats(self) -> Callable[[str], Format | None]:
+        """Returns what gives the format in which config.json has the weight of a linear, by logical name; None for
+        numbers. The stored tensors may say otherwise; see `WeightSource.format`."""
+        return formats_of(self.hf_config, self.names)
 
     def untied(self) -> ModelFolder:
         """Returns the same model with a head of its own, in config.json too."""
@@ -197,4 +206,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} has no {CONFIG}: expected a Hugging Face model or a checkpoint made by rankfold convert."
         )
-    return read_json(path)
+    return _with_encoding(folder, read_json(path))
+
+
+def _with_encoding(folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json with what ModelOpt wrote beside it, where it does not say how weights are encoded itself."""
+    own, path = hf_config.get(KEY), folder / ENCODING_FILE
+    if (own is not None and "quantized_layers" not in _missing(own)) or not path.is_file():
+        return hf_config
+    return {**hf_config, KEY: {"quant_method": "modelopt", **read_json(path)}}
+
+
+def _missing(encoding: object) -> tuple[str, ...]:
+    """Returns the keys that an encoding lacks: in older configs of ModelOpt the formats of layers."""
+    if not isinstance(encoding, dict) or encoding.get("quant_algo") != "MIXED_PRECISION":
+        return ()
+    return () if "quantized_layers" in encoding or "config_groups" in encoding else ("quantized_layers",)

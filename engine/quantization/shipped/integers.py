@@ -129,9 +129,16 @@ def joined_nibbles(values: Tensor) -> Tensor:
     return values[:, ::2] | (values[:, 1::2] << 4)
 
 
+def _seen_as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of a matrix, row by row, as another dtype."""
+    is_dense = values.stride() == (values.shape[1], 1)  # is_contiguous says nothing of the stride of one row
+    dense = values if is_dense else values.clone(memory_format=torch.contiguous_format)
+    return dense.view(-1).view(dtype).view(values.shape[0], -1)
+
+
 def from_words(words: Tensor, bits: int) -> Tensor:
     """Returns the integers in int32 [n, m], the lowest bits first, as uint8 [n, m * 32 / bits]."""
-    found = words.contiguous().view(torch.uint8)
+    found = _seen_as(words, torch.uint8)
     return nibbles(found) if bits == 4 else found
 
 
@@ -140,17 +147,17 @@ def to_words(values: Tensor, bits: int) -> Tensor:
     per_word = 32 // bits
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word))
     packed = joined_nibbles(values) if bits == 4 else values
-    return packed.contiguous().view(torch.int32)
+    return _seen_as(packed, torch.int32)
 
 
 def _as_bytes(words: Tensor, columns: int, bits: int) -> Tensor:
     """Returns codes as a format has them, of int32 [rows, n] that are packed along columns."""
-    return words.contiguous().view(torch.uint8)[:, : -(-columns * bits // 8)]
+    return _seen_as(words, torch.uint8)[:, : -(-columns * bits // 8)]
 
 
 def _words_of(codes: Tensor, bits: int) -> Tensor:
     """Returns int32 [rows, n] of codes as a format has them, the reverse of `_as_bytes`."""
-    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).contiguous().view(torch.int32)
+    return _seen_as(torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)), torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)

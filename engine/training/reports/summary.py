@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.choices import STORED
 from engine.config.hub import shown
 from engine.config.run import RunConfig
 from engine.distributed.ranks import RankGrid
@@ -138,10 +139,11 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
         log.info(line)
     weights = training.source.weights
-    if weights is not None and (line := weights.outside_note()) is not None:
-        log.info(line)
-    if weights is not None and weights.head_note is not None:
-        log.info(weights.head_note)
+    if weights is not None:
+        encoding = weights.encoding_note(decodes=config.model.base_dtype != STORED)
+        for line in (weights.outside_note(), encoding, weights.head_note):
+            if line is not None:
+                log.info(line)
     if training.source.head_is_copy:
         ends = " and ".join(end for end in ("embed_tokens", "lm_head") if training.plan.modules.trains(end))
         log.info(

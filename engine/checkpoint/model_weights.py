@@ -115,8 +115,9 @@ class HfSource(WeightSource):
             raise UserError(f"{self.label}: {self._locations[name].name}: {error}") from error
 
     def spelling(self, name: str) -> Spelling | None:
-        stored = self._locations[name].name
-        return self._tensors.spelling(stored) if self._tensors.is_encoded(stored) else None
+        if (location := self._locations.get(name)) is None:
+            return None
+        return self._tensors.spelling(location.name) if self._tensors.is_encoded(location.name) else None
 
     def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
         self.require(name, spec.global_shape)

@@ -72,7 +72,7 @@ class WeightSource(StoredTensors):
         return []
 
     def format(self, name: str) -> Format | None:
-        """Returns the format in few bits in which a weight is stored, None where its numbers are.
+        """Returns the format in few bits in which a weight is stored, None where its numbers are, or of another name.
 
         `view` and `read` give the numbers either way.
 

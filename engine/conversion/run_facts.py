@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.choices import STORED
 from engine.config.hub import DATA_PREFIX, parse_name
 from engine.config.objective import POLICY_GRADIENT
 from engine.config.run_files import CHECKPOINTS
@@ -48,7 +49,7 @@ def training_facts(checkpoint: TrainingCheckpoint) -> TrainingFacts:
     names = list(_data(options["data"]))
     repos = [_repo(name) for name in names]
     sampled = options["objective"].get("name") in POLICY_GRADIENT
-    rows = _options(options, [_shown(name) for name in names])
+    rows = _options(options, [_shown(name) for name in names], checkpoint.base.get("encodings"))
     rows |= _figures(checkpoint, options["log"], sampled=sampled)
     return TrainingFacts(rows=rows, datasets=tuple(dict.fromkeys(repo for repo in repos if repo is not None)))
 
@@ -80,8 +81,8 @@ def _shown(name: str) -> str:
     return f"`{short}`"
 
 
-def _options(options: Mapping[str, Mapping[str, Any]], data: list[str]) -> dict[str, str]:
-    """Returns the rows about objective, data and options."""
+def _options(options: Mapping[str, Mapping[str, Any]], data: list[str], encodings: object) -> dict[str, str]:
+    """Returns the rows about objective, data and options; `encodings` are those of the base's weights."""
     model, optim, train = options["model"], options["optim"], options["train"]
     objective = options["objective"].get("name")
     if objective in POLICY_GRADIENT:
@@ -96,7 +97,7 @@ def _options(options: Mapping[str, Mapping[str, Any]], data: list[str]) -> dict[
         "Global batch size": _text(train.get("global_batch_size")),
         "Epochs": _text(train.get("epochs")),
         "Optimizer": _optimizer(optim),
-        "Precision": _precision(model),
+        "Precision": _precision(model, encodings),
         "Seed": _text(train.get("seed")),
     }
     return {name: value for name, value in rows.items() if value}
@@ -113,11 +114,13 @@ def _optimizer(optim: Mapping[str, Any]) -> str | None:
     return ", ".join(parts)
 
 
-def _precision(model: Mapping[str, Any]) -> str | None:
+def _precision(model: Mapping[str, Any], encodings: object) -> str | None:
     if "dtype" not in model:
         return None
-    base = f", base in {model['base_dtype']}" if model.get("base_dtype") else ""
-    return f"{model['dtype']}{base}"
+    name = model.get("base_dtype")
+    if name == STORED and isinstance(encodings, list):
+        name = f"{' and '.join(map(str, encodings))}, as it is stored"
+    return f"{model['dtype']}, base in {name}" if name else str(model["dtype"])
 
 
 def _text(value: object) -> str | None:

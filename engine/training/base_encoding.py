@@ -77,11 +77,14 @@ def _by_backend(formats: Formats, kernels: str, device: torch.device) -> BaseEnc
 
 def check_base(
     config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, weights: WeightSource | None = None
-) -> None:
+) -> tuple[str, ...]:
     """Checks that `model.base_dtype` can be used in this model.
 
     Args:
         weights: of the checkpoint; needed where they stay as they are stored.
+
+    Returns:
+        The names of the encodings that the whole model's frozen weights have.
 
     Raises:
         UserError: every linear of the layers trains, none is stored in few bits, or ranks would cut through numbers
@@ -92,13 +95,13 @@ def check_base(
         _require_formats(weights)
     base = base_encoding(config, torch.device("meta"), None if weights is None else weights.format)
     if base is None:
-        return
+        return ()
     parallel = config.parallel
     model = meta_model(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
     )
-    if any(True for _ in encoded_entries(model)):
-        return
+    if found := {entry.encoding.name for entry in encoded_entries(model)}:
+        return tuple(sorted(found))
     if config.model.base_dtype == STORED and not config.trainable:
         raise UserError(
             f"model.base_dtype is stored, but {config.model.path} has no linear of the layers whose weights are all in "

@@ -104,6 +104,7 @@ class ModelPlan:
         shapes: the global shape of every parameter of the whole model, adapters included, in forward order.
         trained: the same of those that train.
         lr_factors: trained parameter -> its learning rate as a multiple of `optim.lr`, where it is not that.
+        encodings: names of those that the base's weights are stored in.
         proof: that the layout computes the model; None where none was asked for.
     """
 
@@ -112,6 +113,7 @@ class ModelPlan:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     trained: Mapping[str, tuple[int, ...]] = field(repr=False)
     lr_factors: Mapping[str, float] = field(default_factory=dict, repr=False)
+    encodings: tuple[str, ...] = ()
     proof: RunProof | None = None
 
     def lr_factor(self, name: str) -> float:
@@ -170,7 +172,7 @@ def check_model(
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}
     trained = {entry.name: shapes[entry.name] for entry in entries if entry.sink is not None}
-    check_base(config, decoder, plan, weights)
+    encodings = check_base(config, decoder, plan, weights)
     partition = plan_partition(config, decoder, trained, world_size)
     if parallel.context > 1 and parallel.context_method == "ulysses":
         from engine.ops.attention.ulysses import check_context_heads
@@ -183,6 +185,7 @@ def check_model(
         shapes=shapes,
         trained=trained,
         lr_factors=lr_factors(config.optim, model, trained),
+        encodings=encodings,
     )
 
 

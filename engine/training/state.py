@@ -88,6 +88,7 @@ def state_contents(
         "fingerprint": fingerprint,
         "sums": training.source.sums(),
         "dtype": config.model.base_dtype,
+        "encodings": list(training.plan.encodings),
         "implementation": training.source.model.implementation,
     }
     if training.source.model.decoder.scores:

@@ -30,7 +30,10 @@ def compressed(
 ) -> dict[str, Any]:
     """A `quantization_config` of compressed-tensors."""
     each = {f"group_{place}": one for place, one in enumerate(groups)}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": each, "ignore": list(ignore)}
+    return {
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": form,
+        "config_groups": each, "ignore": list(ignore),
+    }  # fmt: skip
 
 
 NVFP4 = group(["Linear"], "float", 4, "tensor_group", 16)

@@ -19,7 +19,11 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from engine.kernels.triton.assembler import hopper_assembler
+
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+if not knobs.runtime.interpret:
+    hopper_assembler()  # before anything is compiled
 SMALLEST_DOT = 16
 """The shortest dimension of an operand that tl.dot takes."""
 

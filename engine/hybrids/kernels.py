@@ -8,6 +8,7 @@ from functools import cache
 
 from torch import Tensor
 
+from engine.errors import UserError
 from engine.hybrids import reference, state_space_reference, steps, triton_costs, triton_shapes
 from engine.hybrids.pieces import Pieces
 from engine.kernels.native.recurrence import num_kept
@@ -165,8 +166,27 @@ class HybridKernels:
     ssd_step: Callable[..., Tensor] = field(metadata={"op": SSD_STEP})
 
 
+def _require_assembler() -> None:
+    """Checks that kernels of layers with states are assembled right.
+
+    Raises:
+        UserError: the GPU is a Hopper, and no assembler that was found is new enough.
+    """
+    from engine.kernels.triton.assembler import CHOICE, FIXED, RIGHT_FOR_STATES, hopper_assembler
+
+    chosen = hopper_assembler()
+    if chosen is not None and chosen.version < RIGHT_FOR_STATES:
+        raise UserError(
+            f"layers with states are computed wrong on this GPU by kernels that {chosen} assembled ({chosen.path}): "
+            f"install the package nvidia-cuda-nvcc>={FIXED[0]}.{FIXED[1]}, name a newer ptxas by {CHOICE}, or set "
+            "model.kernels to reference."
+        )
+
+
 @cache
 def _backend(name: str) -> HybridKernels:
+    if name == "triton":
+        _require_assembler()
     return HybridKernels(**{one: op.implementation(name) or op.reference for one, op in _ops().items()})
 
 

@@ -152,4 +152,8 @@ def _interprets() -> bool:
 def _triton(device: torch.device) -> tuple[Kernels, str]:
     import triton
 
-    return backend("triton"), f"kernels: triton ({triton.__version__}{', interpreted' if device.type == 'cpu' else ''})"
+    from engine.kernels.triton.assembler import hopper_assembler
+
+    kernels, assembler = backend("triton"), hopper_assembler() if device.type == "cuda" else None
+    details = "interpreted" if device.type == "cpu" else assembler
+    return kernels, f"kernels: triton ({triton.__version__}{'' if details is None else f', {details}'})"

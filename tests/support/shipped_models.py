@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,3 +89,27 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], None], **confi
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     return folder
+
+
+def fp8_model(folder: Path, name: str, *, block: int = 64, scale_fmt: str = "float", **more: Any) -> None:
+    """A model whose linears transformers' own quantiser has turned to FP8 with a scale for each block, as DeepSeek
+    and Qwen ship theirs: under each expert's own name, beside a router and a head in bfloat16."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    small_model(name, **more).save_pretrained(folder)
+    config = FineGrainedFP8Config(weight_block_size=(block, block), scale_fmt=scale_fmt)
+    quantise = Fp8Quantize(SimpleNamespace(quantization_config=config))
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith(("proj.weight", "proj_with_mqa.weight"))]:
+            tensors.update(quantise.convert({key: tensors.pop(key)}))
+
+    rewritten(folder, change, quantization_config={**config.to_dict(), "fmt": "e4m3"})
+
+
+def stored_words(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Integers of 4 bits [n, 8 m] in int32 [n, m]: at place i of each the one that `order` names."""
+    eights = values.to(torch.int64).view(values.shape[0], -1, 8)[..., list(order)]
+    words = (eights << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

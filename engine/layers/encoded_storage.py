@@ -254,8 +254,8 @@ def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> 
         ]
         raise UserError(
             f"a base in {encoding.name} has one scale for {block} input features, but parallel.tensor {tp.size} cuts "
-            f"the {columns} input features of {name} into {held} a rank: use parallel.tensor "
-            f"{' or '.join(map(str, fitting))}, which leaves each rank a multiple of {block}, or model.base_dtype null."
+            f"the {columns} input features of {name} into {held} a rank, which divides them: use parallel.tensor "
+            f"{' or '.join(map(str, fitting))}, or model.base_dtype null."
         )
 
 

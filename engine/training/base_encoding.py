@@ -159,8 +159,6 @@ def fill_base(
     parts = list(parts)
     entries = [entry for part in parts for entry in encoded_entries(part)]
     stored = checkpoint if config.model.base_dtype == STORED else None
-    if checkpoint is not None and (note := checkpoint.encoding_note(decodes=stored is None)) is not None:
-        log.info(note)
     if stored is not None and (kept := _decoded_names(parts, stored)):
         log.info(kept_sentence(config, kept))
     if not entries:

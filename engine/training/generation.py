@@ -96,8 +96,9 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
             f"{image} names an image, but the model reads text alone: give a vision-language model, or leave "
             "images out."
         )
-    if (line := source.outside_note()) is not None:
-        log.info(line)
+    for line in (source.outside_note(), source.encoding_note(decodes=choice.base_dtype != STORED)):
+        if line is not None:
+            log.info(line)
     dtype_name: DType = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
     options = RunConfig(
         model=ModelOptions(

@@ -171,7 +171,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     (
         {"parallel.tensor": 4},
         4,
-        "cuts the 172 input features of .*down_proj into 43 a rank: use parallel.tensor 1, which",
+        "cuts the 172 input features of .*down_proj into 43 a rank, .*: use parallel.tensor 1, or",
     ),
 ]
 

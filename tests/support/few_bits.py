@@ -94,3 +94,14 @@ def _encoded(spelling: Spelling, weight: Tensor) -> tuple[dict[str, Tensor], Ten
     parts = codec.encode(weight.float())
     codec.decode(parts, numbers)
     return spelling.store(parts, weight.shape[1]), numbers
+
+
+def draw_in_few_bits(folder: Path, name: str) -> None:
+    """Gives the config.json in a folder random weights in a format, written there."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder / "plain")
+    in_few_bits(folder / "plain", folder / "few", CONFIGS[name])
+    for file in (folder / "few" / "hf").iterdir():
+        file.replace(folder / file.name)

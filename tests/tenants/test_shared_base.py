@@ -18,6 +18,7 @@ from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.start import refuse_early
 from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, SMALL_MIXTURE, write_small_run
+from tests.support.few_bits import draw_in_few_bits
 from tests.support.small_training import packed_batch
 
 SMALLER = {
@@ -34,6 +35,7 @@ ADAPTERS = (
     {"rank": 8, "alpha": 4, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
     {"rank": 3, "alpha": 3, "dropout": 0.05, "dora": True},
 )
+STORED = {"base_dtype": "stored", "init": "checkpoint"}
 
 
 ROUTED = (
@@ -86,13 +88,17 @@ def trained(training: Training) -> dict[str, Tensor]:
         ({**SMALL_HYBRID, **HYBRID}, ADAPTERS, {}),
         (MIXTURE, ROUTED, {}),
         (MIXTURE, ROUTED, {"base_dtype": "nf4"}),
+        (SMALL_LLAMA, ADAPTERS[:2], STORED),
+        (MIXTURE, ROUTED, STORED),
     ],
-    ids=["text", "nf4", "hybrid", "mixture", "mixture nf4"],
+    ids=["text", "nf4", "hybrid", "mixture", "mixture nf4", "stored", "mixture stored"],
 )
 def test_each_trains_as_alone(
     tmp_path: Path, sizes: dict[str, Any], adapters: Sequence[dict[str, Any]], model: dict[str, Any]
 ) -> None:
     write_small_run(tmp_path, {**sizes, **SMALLER})
+    if model == STORED:
+        draw_in_few_bits(tmp_path, "nvfp4")
     runs = configs(tmp_path, adapters, **model)
     # a run alone has B beside W, and so other roundings, which Adam magnifies where a gradient is tiny, as of some
     # experts, and 1e-11 in a gated delta net; how much depends on the processor's products. A step is 1e-2

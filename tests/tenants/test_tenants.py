@@ -18,8 +18,9 @@ from engine.telemetry.log import Log
 from engine.tenants import joined_batch, joint_pass
 from engine.tenants.tenants import Tenants
 from rankfold.benchmarking.small_run import SMALL_HYBRID, SMALL_LLAMA, write_small_run
+from tests.support.few_bits import draw_in_few_bits
 from tests.support.small_training import packed_batch
-from tests.tenants.test_shared_base import HYBRID, SMALLER, configs, launched, trained
+from tests.tenants.test_shared_base import HYBRID, SMALLER, STORED, configs, launched, trained
 
 ADAPTERS: tuple[dict[str, Any], ...] = (
     {"rank": 4, "alpha": 8},
@@ -51,9 +52,11 @@ def _train(runs: Sequence[tuple[int, RunConfig]], tokens: int) -> dict[int, dict
     return {number: trained(tenants[own]) for number, own in numbers.items()}
 
 
-@pytest.mark.parametrize("model", [{}, {"base_dtype": "nf4"}], ids=["float32", "nf4"])
+@pytest.mark.parametrize("model", [{}, {"base_dtype": "nf4"}, STORED], ids=["float32", "nf4", "stored"])
 def test_neighbours_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]) -> None:
     write_small_run(tmp_path, {**SMALL_LLAMA, **SMALLER})
+    if model == STORED:
+        draw_in_few_bits(tmp_path, "mxfp4")
     runs = list(enumerate(configs(tmp_path, ADAPTERS[: 4 if model else 5], **model)))
     widths: list[int] = []
 

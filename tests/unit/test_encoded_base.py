@@ -254,7 +254,10 @@ def test_a_cut_through_a_block_is_refused_with_the_numbers() -> None:
     base = BaseEncoding.named("nf4")
     message = _refusal(lambda: meta_model(CONFIG, tensor_size=2, base=base))
     assert "parallel.tensor 2 cuts the 64 input features of layers.0.attention.o_proj into 32 a rank" in message
-    assert "a multiple of 64" in message
+    assert message.endswith("which divides them: use parallel.tensor 1, or model.base_dtype null.")
+    wide = small_config(hidden=64, intermediate=256, head_dim=16)
+    message = _refusal(lambda: meta_model(wide, tensor_size=8, base=base))
+    assert "into 16 a rank" in message and "use parallel.tensor 1 or 2, or" in message
     meta_model(CONFIG, tensor_size=2, base=BaseEncoding.named("int8"))
     meta_model(small_config(hidden=64, intermediate=128, head_dim=16), tensor_size=2, base=base)
 

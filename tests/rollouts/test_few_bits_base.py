@@ -1,0 +1,36 @@
+"""Policy gradients on a base in few bits: samples, losses and figures are those on the decoded base, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.few_bits import draw_in_few_bits
+from tests.support.rollout_runs import rollout_settings, stepped
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "one": {},
+    "tp2": {"parallel.tensor": 2},
+    "dp2, parameters": {"parallel.shard": "parameters"},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, ["one"]))
+def test_samples_and_losses_are_those_on_the_decoded_base(layout: str, tmp_path: Path) -> None:
+    given = {**rollout_settings(tmp_path, model__init="checkpoint"), **LAYOUTS[layout]}
+    model = tmp_path / "model"
+    draw_in_few_bits(model, "fp8_channel" if layout == "tp2" else "nvfp4")  # two ranks would cut blocks of 16
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, model / "few" / "decoded")
+    outcomes = []
+    for place, base in ((model, "stored"), (model / "few" / "decoded", "null")):
+        settings = {**given, "model.path": place, "model.base_dtype": base}
+        one = layout == "one"
+        outcomes.append([stepped(settings, 3)] if one else spawn(stepped, world=2, args=(settings, 3), timeout=200))
+    assert outcomes[0] == outcomes[1]
+    assert len({step["loss"] for step in outcomes[0][0]}) == 3

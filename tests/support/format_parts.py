@@ -42,7 +42,7 @@ def drawn_parts(of: Format, rows: int, columns: int, seed: int, *, extreme: bool
             parts[name] = torch.randint(0, 16, shape, generator=draw, dtype=torch.uint8)
         elif name == "tensor_scale":
             sizes = (1e-3 if not of.divides else 1e3) * (torch.rand((), generator=draw) + 0.5)
-            parts[name] = sizes.expand(shape).clone()
+            parts[name] = torch.full(shape, float(sizes))
         else:
             parts[name] = _scales(shape, dtype, draw, extreme)
     if of.granule != of.rows:
@@ -78,8 +78,9 @@ def _scales(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator, e
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, [..., bytes]."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Returns the bytes of a tensor, [bytes]."""
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return flat.view(torch.uint8)
 
 
 def same_parts(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from engine.choices import ENCODED, STORED
 from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
-from engine.kernels.formats import Format
 from engine.models.names import NameMap
+from engine.models.stored_formats import formats_of
 from engine.ops.encoded_weight import Formats
 from engine.planning.rank_layout import Workload
 from engine.planning.traces import rank_model
@@ -29,17 +29,12 @@ def stored_formats(base_dtype: str | None, hf_config: Mapping[str, Any], names: 
     """
     if base_dtype != STORED:
         return None
-    encoding = encoding_of(hf_config)
-    if encoding is None:
+    if encoding_of(hf_config) is None:
         raise UserError(
             f"model.base_dtype is {STORED}, but config.json has no {KEY} that is read: give the config.json of the "
             f"checkpoint in few bits, or one of {', '.join(ENCODED)}."
         )
-
-    def format_of(weight_name: str) -> Format | None:
-        return encoding.format(names.to_hf(weight_name).name.removesuffix(".weight"))
-
-    return format_of
+    return formats_of(hf_config, names)
 
 
 def base_words(workload: Workload) -> str:

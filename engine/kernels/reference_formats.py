@@ -38,6 +38,8 @@ from engine.kernels.reference_quantize import FP8_LARGEST, scale_of
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; code + 8 is the negative."""
 E2M1_LARGEST = 6.0
+E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Halfway between neighbours."""
 LARGEST_RATIO = E2M1_LARGEST * FP8_LARGEST
 """Of an NVFP4 matrix's largest number to the scale that multiplies its blocks' scales."""
 MX_OFFSET = {"mxfp4": 2, "mxfp8": 8}
@@ -361,20 +363,14 @@ def _nvfp4_scales(of: Format, largest: Tensor, of_matrix: Tensor) -> Tensor:
     return scales.clamp(2.0**-9, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
-@cache
-def _e2m1_bounds(device: torch.device) -> Tensor:
-    """Returns the least upper bounds, inclusive, of the numbers that are rounded to the first seven values."""
-    bounds = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float32)
-    # a number on a bound gets the code that is even
-    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
-    return bounds.to(device)
-
-
 def _nearest(of: Format, quotient: Tensor, zeros: Tensor | None) -> Tensor:
     """Returns codes, one to an element, of number / scale [O, G, C]."""
     if of.name in ("nvfp4", "mxfp4"):
-        codes = torch.bucketize(quotient.abs(), _e2m1_bounds(quotient.device), out_int32=True).to(torch.uint8)
-        return codes | (quotient.signbit().to(torch.uint8) << 3)
+        size, codes = quotient.abs(), quotient.signbit().to(torch.uint8) << 3
+        for place, bound in enumerate(E2M1_BOUNDS):
+            # a number on a bound gets the code that is even
+            codes += size >= bound if place % 2 else size > bound
+        return codes
     if of.name == "int4":
         offset = 8.0 if zeros is None else zeros.float()[:, :, None]
         return (quotient.round() + offset).nan_to_num(nan=0.0).clamp(0, 15).to(torch.uint8)

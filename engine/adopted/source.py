@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from engine.adopted.arrangement import Arrangement, StoredPart, contiguous_strides
 from engine.adopted.config import AdoptedNames
-from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes, content_checksum
+from engine.checkpoint.copying.contents import Content, FileRange, MemoryBytes, StoredBytes, content_checksum
 from engine.checkpoint.copying.direct_io import Scratch
-from engine.checkpoint.hf_tensors import HfTensors
+from engine.checkpoint.encoded_tensors import EncodedTensors
 from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reshard import Box, BoxColumns
@@ -25,6 +25,8 @@ from engine.checkpoint.verification import Piece, PieceChecks
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.errors import UserError
 from engine.kernels.checksum import joined_checksum
+from engine.kernels.formats import Format
+from engine.quantization.shipped.config import encoding_of, without_encoding
 from engine.sentences import listed
 
 _MOST_RUNS = 64
@@ -39,7 +41,9 @@ class ArrangedSource(WeightSource):
     """
 
     def __init__(self, model: ModelFolder) -> None:
-        self._tensors = HfTensors(model.path)
+        self._tensors = EncodedTensors(model.path, encoding_of(model.hf_config))
+        if self._tensors.encoded_names():
+            model = replace(model, hf_config=without_encoding(model.hf_config))
         stored = {name: self._tensors.shape(name) for name in self._tensors.names()}
         assert isinstance(model.names, AdoptedNames)
         names = model.names.arranged(stored, str(model.path))
@@ -62,6 +66,25 @@ class ArrangedSource(WeightSource):
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors.dtype(self._parts[name][0].stored)
 
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.model.hf_config if self._tensors.encoded_names() else None
+
+    @property
+    def notes(self) -> list[str]:
+        return self._tensors.notes()
+
+    def encoding_note(self, *, decodes: bool) -> str | None:
+        return self._tensors.note(decodes=decodes)
+
+    def format(self, name: str) -> Format | None:
+        if any(self._tensors.is_encoded(part.stored) for part in self._parts[name]):
+            raise UserError(
+                f"{self.label} stores {name} in few bits, which layers of transformers read decoded: set "
+                "model.base_dtype to null."
+            )
+        return None
+
     def boxes(self, name: str) -> Sequence[Box]:
         return self._boxes[name]
 
@@ -74,7 +97,7 @@ class ArrangedSource(WeightSource):
 
     def stored_at(self, name: str, index: int) -> tuple[Path, int] | None:
         part = self._parts[name][index]
-        if not part.is_run or len(self._parts[name]) > _MOST_RUNS:
+        if not part.is_run or len(self._parts[name]) > _MOST_RUNS or self._tensors.is_encoded(part.stored):
             return None
         path, offset = self._tensors.stored_at(part.stored)
         return path, offset + part.offset * self.dtype(name).itemsize
@@ -139,6 +162,8 @@ class ArrangedSource(WeightSource):
 
     def outside_content(self, name: str) -> Content:
         tensor = self._tensors.view(name)
+        if self._tensors.is_encoded(name):
+            return MemoryBytes(tensor)
         return StoredBytes([FileRange(*self._tensors.stored_at(name), tensor.nbytes)])
 
     def _whole(self, name: str) -> Tensor:

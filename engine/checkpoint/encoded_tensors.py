@@ -25,6 +25,7 @@ from engine.quantization.shipped.floats import Floats
 from engine.quantization.shipped.integers import Gptq
 from engine.quantization.shipped.spelling import Spelling, StoredMatrix
 from engine.sentences import listed
+from engine.telemetry.format import counted
 
 _OF_ACTIVATIONS = (
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale", "q_scale", "k_scale",
@@ -126,6 +127,32 @@ class EncodedTensors:
         """The dtype of most tensors that are stored as numbers: a released config.json may say none, or another."""
         dtypes = Counter(self._files.dtype(name) for name in self._names if name not in self._encoded)
         return max(WEIGHT_DTYPES, key=lambda dtype: dtypes[dtype])
+
+    def notes(self) -> list[str]:
+        """Returns remarks for the user of an export of what is decoded here."""
+        if not self._encoded:
+            return []
+        dtype = str(self.decoded_dtype).removeprefix("torch.")
+        return [f"{self._stored_in()}, and were decoded: they are {dtype} here, and quantization_config is gone"]
+
+    def note(self, *, decodes: bool) -> str | None:
+        """Returns a line for the log of a run; None without tensors in few bits.
+
+        Args:
+            decodes: the run computes with decoded ones.
+        """
+        if not self._encoded:
+            return None
+        dtype = str(self.decoded_dtype).removeprefix("torch.")
+        decoded = f", decoded to {dtype} as they are read (model.base_dtype stored keeps them encoded)"
+        scales = counted(len(self.unread), "scale")
+        unread = f"; {scales} of activations or the cache not read: {listed(self.unread, most=2)}"
+        return f"note: {self._stored_in()}{decoded if decodes else ''}{unread if self.unread else ''}"
+
+    def _stored_in(self) -> str:
+        found = Counter(one.spelling.name for one in self._encoded.values())
+        each = [f"{counted(number, 'tensor')} in {name}" for name, number in sorted(found.items())]
+        return f"weights are stored in few bits ({listed(each)})"
 
     def view(self, name: str) -> Tensor:
         """Returns a view of the mapped file, or the decoded tensor."""

@@ -8,7 +8,6 @@ untouched, under their own names.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -38,7 +37,6 @@ from engine.quantization.shipped.config import ShippedEncoding, encoding_of, wit
 from engine.quantization.shipped.spelling import Spelling, StoredMatrix
 from engine.seams import resolve
 from engine.sentences import listed
-from engine.telemetry.format import counted
 
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
@@ -80,29 +78,10 @@ class HfSource(WeightSource):
 
     @property
     def notes(self) -> list[str]:
-        if (stored := self._stored_in()) is None:
-            return []
-        return [f"{stored}, and were decoded: they are {self._decoded_name} here, and quantization_config is gone"]
+        return self._tensors.notes()
 
     def encoding_note(self, *, decodes: bool) -> str | None:
-        if (stored := self._stored_in()) is None:
-            return None
-        unread = self._tensors.unread
-        beside = f"; {counted(len(unread), 'scale')} of activations or the cache not read: {listed(unread, most=2)}"
-        decoded = f", decoded to {self._decoded_name} as they are read (model.base_dtype stored keeps them encoded)"
-        return f"note: {stored}{decoded if decodes else ''}{beside if unread else ''}"
-
-    def _stored_in(self) -> str | None:
-        """Returns which weights are stored in few bits; None without any."""
-        found = Counter(self._tensors.spelling(name).name for name in self._tensors.encoded_names())
-        if not found:
-            return None
-        each = [f"{counted(number, 'tensor')} in {name}" for name, number in sorted(found.items())]
-        return f"weights are stored in few bits ({listed(each)})"
-
-    @property
-    def _decoded_name(self) -> str:
-        return str(self._tensors.decoded_dtype).removeprefix("torch.")
+        return self._tensors.note(decodes=decodes)
 
     @property
     def encoding(self) -> ShippedEncoding | None:

@@ -37,11 +37,15 @@ def compressed_model(
         ignore: names of modules that are left out; the head by default.
         more: of the model's config.
     """
+    compress(small_model(name, **more), folder, groups, ["lm_head"] if ignore is None else ignore)
+
+
+def compress(model: Any, folder: Path, groups: Mapping[str, Any], ignore: list[str]) -> None:
+    """Quantises a model and writes it; see `compressed_model`."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-    model = small_model(name, **more)
-    config = QuantizationConfig(config_groups=dict(groups), ignore=["lm_head"] if ignore is None else ignore)
+    config = QuantizationConfig(config_groups=dict(groups), ignore=ignore)
     apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None:

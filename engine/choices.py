@@ -26,6 +26,9 @@ BASE_DTYPES: tuple[BaseDType, ...] = (STORED, *ENCODED)
 MULTIPLIED_AS_CODES: tuple[Encoded, ...] = ("fp8", "fp8_row")
 """Those whose products read codes, and round inputs too; linears in the others are decoded first."""
 
+MERGED_DTYPES = ("stored", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int8")
+"""Those in which a model can be merged while it trains, and a merged checkpoint written."""
+
 Recompute = Literal["none", "selective", "attention", "full"]
 RECOMPUTE_LEVELS: tuple[Recompute, ...] = get_args(Recompute)
 """Each keeps less than the one before it."""

@@ -12,6 +12,7 @@ from engine.config.checks import require, require_at_least, require_choices, req
 from engine.config.matching import BLOCK_LINEARS, matches_target
 from engine.config.option import IGNORED, REPORTED, option
 from engine.config.patterns import PatternFlaw, name_pattern
+from engine.sentences import as_written
 
 Fused = Literal["auto", "none", "qkv", "gate_up", "all"]
 
@@ -49,6 +50,10 @@ class LoraOptions:
         experts: Which factors the adapters of a layer's experts share, where a router chooses these: "per_expert" none,
             "shared_outer" A of gate and up and B of down, the factors on the side of the residual stream, "shared"
             both. lora.fused decides whether gate and up have one A.
+        merge_aware: Compute, forward and backward, with the merged weights of linears that are stored encoded, rounded
+            as a merged checkpoint in the base's format has them (model.base_dtype): that checkpoint then is the model
+            that was trained, bit for bit. A step takes longer, since each product makes its weight from the base and
+            the adapters. Not with lora.dropout, lora.dora or lora.bias.
         ensure_weight_tying: Train an embedding and the head that the model ties to it as one matrix, where trainable
             names one of them. By default, as in PEFT, a copy of the named matrix is trained, and the other stays as it
             is. Without adapters they stay tied.
@@ -69,6 +74,7 @@ class LoraOptions:
     init: str = option("kaiming", IGNORED)  # factors come from the checkpoint
     fused: Fused = option("auto", REPORTED)
     experts: ExpertFactors = option("per_expert", REPORTED)
+    merge_aware: bool = option(False, REPORTED)
     ensure_weight_tying: bool = option(False, REPORTED)
     init_from: str | None = option(None, IGNORED)  # factors come from the checkpoint
 
@@ -110,6 +116,16 @@ class LoraOptions:
             not (self.bias and self.dora),
             "lora.bias and lora.dora are true, but a DoRA adapter has no bias: set one of them to false.",
         )
+        for name, value, why in (
+            ("dropout", self.dropout, "a merged weight drops no inputs"),
+            ("dora", self.dora, "DoRA needs the lengths of rows of an encoded base"),
+            ("bias", self.bias, "a linear without a bias has none in a merged checkpoint"),
+        ):
+            require(
+                not (self.merge_aware and value),
+                f"lora.merge_aware is true and lora.{name} is {as_written(value)}, but {why}: set lora.{name} to "
+                f"{'0' if name == 'dropout' else 'false'}, or lora.merge_aware to false.",
+            )
 
     def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
         """Returns whether an adapter sits on `module`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from engine.choices import STORED
+from engine.choices import MERGED_DTYPES, STORED
 from engine.config.checks import require
 from engine.config.data import split_mix
 from engine.config.distillation import BASE, is_server
@@ -20,6 +20,7 @@ from engine.config.rollout import IN_PROGRAM, NamedObject
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.seams import resolve
+from engine.sentences import listed
 
 
 def check_config(config: RunConfig) -> None:
@@ -150,6 +151,13 @@ def check_pairs(config: RunConfig) -> None:
         (adapts and lora.dora and model.base_dtype is not None,
          f"lora.dora is true and model.base_dtype is {model.base_dtype}, but DoRA needs the lengths of the base's "
          "rows, which are not known of encoded weights: set model.base_dtype to null, or lora.dora to false."),
+        (lora.merge_aware and not adapts,
+         "lora.merge_aware is true and lora.rank is 0, so that there is nothing to merge: set lora.rank to for example "
+         "16, or lora.merge_aware to false."),
+        (lora.merge_aware and model.base_dtype not in MERGED_DTYPES,
+         f"lora.merge_aware is true and model.base_dtype is {model.base_dtype or 'null'}, which is no format that a "
+         f"merged checkpoint is written in: set model.base_dtype to one of {listed(MERGED_DTYPES)}, or "
+         "lora.merge_aware to false."),
         (parallel.lora_reduce != "local" and parallel.sequence_parallel,
          f"parallel.lora_reduce is {parallel.lora_reduce} and sequence parallelism is on (parallel.tensor "
          f"{parallel.tensor}), which has a reduction of its own: set parallel.sequence to false, or "

@@ -58,6 +58,8 @@ class TrainingPlan:
         fused: engine module name, `layers.{i}.attention.qkv_proj` or `layers.{i}.mlp.gate_up_proj` -> whether one
             adapter, asked for by that name, stands over all of its parts instead of one on each.
         experts: the factors that the adapters of a layer's experts share.
+        merge_aware: weights that are stored encoded take their adapters before they are rounded (see
+            ops.merged_weight).
         seed: of dropout masks and initial weights.
     """
 
@@ -65,6 +67,7 @@ class TrainingPlan:
     adapter: Callable[[str], AdapterSettings | None] = _no_adapter
     fused: Callable[[str], bool] = _nothing
     experts: ExpertFactors = "per_expert"
+    merge_aware: bool = False
     seed: int = 0
 
 

@@ -27,6 +27,7 @@ from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
+from engine.ops.merged_weight import Factors, MergedRows, MergedWeight, merged_rows
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
 from engine.quantization.encoded_parts import WholeMatrix
 from engine.quantization.encoding import Encoding, part_rows
@@ -217,6 +218,8 @@ class EncodedStorage(nn.Module):
             )
             first += spec.local_shape[0]
         self.entries = tuple(entries)
+        self.merged: list[str] = []
+        """Names of the weights that take adapters before they are rounded."""
 
     def operand(self, dtype: torch.dtype, extra: int) -> EncodedWeight:
         """Returns what products read.
@@ -229,6 +232,34 @@ class EncodedStorage(nn.Module):
         if weight.is_decoded:
             self._scratch.announce((weight.out_features, weight.in_features + extra), dtype)
         return EncodedWeight(weight=weight, dtype=dtype, scratch=self._scratch)
+
+    def merged_sections(self, adapters: Sequence[Factors], which: slice = slice(None)) -> tuple[MergedRows, ...]:
+        """Returns sections with the adapters over them.
+
+        Args:
+            adapters: their rows are counted from the first of these sections.
+            which: the sections.
+
+        Raises:
+            UserError: numbers that share a scale lie on several ranks.
+        """
+        entries = self.entries[which]
+        sections = merged_rows(((entry.spec.local_shape[0], entry.parts) for entry in entries), adapters)
+        for entry, section in zip(entries, sections, strict=True):
+            if section.own is not None:
+                _check_whole_scales(entry)
+                self.merged.append(entry.name)
+        return sections
+
+    def merged_operand(self, dtype: torch.dtype, adapters: Sequence[Factors]) -> MergedWeight:
+        """Returns what products read where the weight takes these adapters before it is rounded.
+
+        Raises:
+            UserError: numbers that share a scale lie on several ranks.
+        """
+        sections = self.merged_sections(adapters)
+        self._scratch.announce((self.weight.out_features, self.weight.in_features), dtype)
+        return MergedWeight(weight=self.weight, dtype=dtype, scratch=self._scratch, sections=sections)
 
 
 def _view(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -259,11 +290,45 @@ def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> 
         )
 
 
+def _check_whole_scales(entry: EncodedEntry) -> None:
+    """Refuses a weight of whose numbers some share a scale with numbers of other ranks: merged, they would need it."""
+    name, spec, format = entry.name.removesuffix(".weight"), entry.spec, entry.encoding.format
+    if format is None:
+        raise UserError(
+            f"lora.merge_aware is true and {name} is stored as {entry.encoding.name}, a format that no merged "
+            "checkpoint is written in: use another model.base_dtype, or set lora.merge_aware to false."
+        )
+    if spec.dim == 1 and not format.group and spec.local_shape != spec.global_shape:
+        raise UserError(
+            f"lora.merge_aware is true and {name} is stored as {format.name}, with one scale for a row of "
+            f"{spec.global_shape[1]} input features, but parallel.tensor {entry.tp.size} cuts its rows: set "
+            "parallel.tensor to 1 (the other ways to spread a model work), or add that module to lora.exclude."
+        )
+    height, end = format.rows, spec.global_shape[0]
+    inside = (
+        piece.global_offset % height or piece.local_offset % height or (last % height and last < end)
+        for piece in spec.runs(0)
+        for last in [piece.global_offset + piece.length]
+    )
+    if any(inside):
+        raise UserError(
+            f"lora.merge_aware is true and {name} is stored as {format.name}, with one scale for {height} output "
+            f"features, but parallel.tensor {entry.tp.size} cuts its {end} into "
+            f"{spec.local_shape[0]} a rank: use a parallel.tensor that leaves each rank a multiple of {height} (the "
+            "other ways to spread a model work), or add that module to lora.exclude."
+        )
+
+
 def encoded_entries(module: nn.Module) -> Iterator[EncodedEntry]:
     """Yields every encoded weight of the model on this rank, in forward order."""
     for child in module.modules():
         if isinstance(child, EncodedStorage):
             yield from child.entries
+
+
+def merged_names(module: nn.Module) -> list[str]:
+    """Returns the names of the model's weights on this rank that take adapters before they are rounded."""
+    return [name for child in module.modules() if isinstance(child, EncodedStorage) for name in child.merged]
 
 
 def encoded_memories(module: nn.Module) -> Iterator[ShardEntry]:

@@ -29,8 +29,10 @@ from engine.layers.module import AdaptedModule, ShardEntry
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
+from engine.ops.encoded_weight import EncodedWeight
 from engine.ops.inputs import LinearInput
 from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output
+from engine.ops.merged_weight import MergedLowRank
 from engine.ops.operands import LinearOperands, RowsSink, Way
 from engine.ops.parallel_linear import column_linear, row_linear
 from engine.ops.products import FOLDED, JOINED, SEPARATE
@@ -96,7 +98,8 @@ class _ParallelLinear(AdaptedModule):
         adapted = _adapted(adaptable, build.plan)
         rank = sum(settings.rank for _, settings, _ in adapted)
         self.encoded = self._encode(sections) if shared is None else None
-        may_fold = may_fold and (self.encoded is None or self.encoded.weight.is_decoded)
+        merges = build.plan.merge_aware and self.encoded is not None and bool(adapted)
+        may_fold = may_fold and (self.encoded is None or self.encoded.weight.is_decoded) and not merges
         may_fold = may_fold and layout.fold and shared is None
         forward_way, backward_way = self._ways(rows, adapted=bool(adapted), may_fold=may_fold)
         folded = FOLDED in (forward_way, backward_way)
@@ -113,7 +116,7 @@ class _ParallelLinear(AdaptedModule):
             if shared is None:
                 self._own_section(section, first)
             first += section.rows
-        low_rank = self._build_adapters(adapted, rank, site, first_feature, folded=folded)
+        low_rank = self._build_adapters(adapted, rank, site, first_feature, folded=folded, merges=merges)
         adapters = () if low_rank is None else low_rank.adapters
         self.magnitudes = self._build_magnitudes(adapted, adapters)
         self._adapter_biases = self._build_adapter_biases(adapted, adapters)
@@ -130,7 +133,7 @@ class _ParallelLinear(AdaptedModule):
             joint=joint,
             kernels=layout.kernels,
             name=sections[0].name,
-            encoded=self.encoded.operand(build.dtype, extra) if self.encoded is not None else None,
+            encoded=self._encoded_operand(low_rank, extra),
         )
 
     def _encode(self, sections: list[Section]) -> EncodedStorage | None:
@@ -142,6 +145,18 @@ class _ParallelLinear(AdaptedModule):
             return None
         weights = [(section.name, section.spec) for section in sections]
         return build.once(lambda: EncodedStorage(weights, encoding, base, tp=build.layout.tp, device=build.device))
+
+    def _encoded_operand(self, low_rank: LowRank | None, extra: int) -> EncodedWeight | None:
+        """Returns what products read where the base is stored encoded.
+
+        Args:
+            extra: the columns of folded adapters.
+        """
+        if self.encoded is None:
+            return None
+        if isinstance(low_rank, MergedLowRank):
+            return self.encoded.merged_operand(self.build.dtype, low_rank.factors())
+        return self.encoded.operand(self.build.dtype, extra)
 
     def _ways(self, rows: int, *, adapted: bool, may_fold: bool) -> tuple[Way, Way]:
         """Returns how base and adapters are multiplied, forward and backward."""
@@ -262,9 +277,13 @@ class _ParallelLinear(AdaptedModule):
             self._leaves.extend(entry.parameter for entry in (weight, bias) if entry is not None)
 
     def _build_adapters(
-        self, adapted: list[_Adapted], total_rank: int, site: int, first_feature: int, *, folded: bool
+        self, adapted: list[_Adapted], total_rank: int, site: int, first_feature: int, *, folded: bool, merges: bool
     ) -> LowRank | None:
-        """Makes A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
+        """Makes A as rows of one stacked tensor; B as columns of the storage where folded, if there is one.
+
+        Args:
+            merges: the base takes the adapters before it is rounded.
+        """
         if not adapted:
             return None
         stacked = self.build.factor((total_rank, self.in_features))
@@ -297,7 +316,7 @@ class _ParallelLinear(AdaptedModule):
         if (probability := adapted[0][1].dropout) > 0:  # all adapters on an input drop with one probability
             seed = self.build.plan.seed
             dropout = DropoutSite(probability=probability, seed=seed, site=site, feature_offset=first_feature)
-        return LowRank(a_RI=stacked, adapters=tuple(adapters), dropout=dropout)
+        return (MergedLowRank if merges else LowRank)(a_RI=stacked, adapters=tuple(adapters), dropout=dropout)
 
 
 def _adapted(sections: list[Section], plan: TrainingPlan) -> list[_Adapted]:

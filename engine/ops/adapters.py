@@ -72,9 +72,11 @@ class LowRank:
         adapters: in the order of their rows.
         dropout: the input's mask, or None.
         is_one: all tokens have these adapters.
+        is_merged: the weight has them in it (see ops.merged_weight).
     """
 
     is_one: ClassVar[bool] = True
+    is_merged: ClassVar[bool] = False
     a_RI: Tensor
     adapters: tuple[Adapter, ...]
     dropout: DropoutSite | None

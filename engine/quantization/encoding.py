@@ -35,6 +35,8 @@ class Encoding(Protocol):
         name: as in model.base_dtype.
         block: columns of a row that share a scale, which no cut may divide; 0 where the row or the matrix shares it
             and a cut may fall anywhere.
+        arithmetic: the backend.
+        format: of the parts, by which adapters are merged into them; None where nothing writes such a format.
     """
 
     @property
@@ -42,6 +44,12 @@ class Encoding(Protocol):
 
     @property
     def block(self) -> int: ...
+
+    @property
+    def arithmetic(self) -> Arithmetic: ...
+
+    @property
+    def format(self) -> Format | None: ...
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns the shape and dtype of each stored tensor. The first dimension grows with `rows`; as a rule it is

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.formats import Format
 from engine.kernels.reference_quantize import NF4_BLOCK, NF4_GROUP, scale_codes
 from engine.quantization.encoded_parts import WholeMatrix, bounds, require_finite
 
@@ -50,6 +51,10 @@ class Nf4:
     @property
     def name(self) -> str:
         return "nf4"
+
+    @property
+    def format(self) -> Format | None:
+        return None
 
     @property
     def block(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.formats import FORMATS, Format
 from engine.kernels.reference_quantize import row_scales
 from engine.quantization.encoded_parts import WholeMatrix, bounds, require_finite
 
@@ -36,6 +37,10 @@ class RowwiseEncoding:
     per_matrix: bool
     codes: Callable[[Tensor, Tensor], Tensor]
     arithmetic: Arithmetic = PLAIN
+
+    @property
+    def format(self) -> Format | None:
+        return FORMATS.get(self.name)
 
     @property
     def block(self) -> int:

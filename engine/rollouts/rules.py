@@ -289,6 +289,7 @@ def _check_server(config: RunConfig) -> None:
         (f"lora.rank is {config.lora.rank}", config.lora.rank > 0),
         ("lora.dora is true", not config.lora.dora),
         ("lora.bias is true", not config.lora.bias),
+        ("lora.merge_aware is true", not config.lora.merge_aware),
     ):
         require(
             wanted,

@@ -274,11 +274,16 @@ def _joins(training: Training) -> bool:
 
 
 def check_adapters_alone(plan: ModelPlan) -> None:
-    """Checks that a run trains nothing but adapters.
+    """Checks that a run trains nothing but adapters, beside a base that stays as it is.
 
     Raises:
-        UserError: it does.
+        UserError: it does not.
     """
+    if plan.modules.merge_aware:
+        raise UserError(
+            "lora.merge_aware is true, but runs that share a base multiply their tokens with it together: set "
+            "lora.merge_aware to false, or train it in a run of its own."
+        )
     if full := [name for name in plan.trained if name.rpartition(".")[2] not in LORA_LEAVES]:
         raise UserError(
             f"{full[0]} is to train in full, but runs that share a base train adapters alone: leave trainable out."

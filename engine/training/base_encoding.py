@@ -18,8 +18,8 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
-from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
-from engine.layers.module import shard_entries
+from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded, merged_names
+from engine.layers.module import AdaptedModule, ShardedModule, shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -101,6 +101,11 @@ def check_base(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
     )
     if found := {entry.encoding.name for entry in encoded_entries(model)}:
+        if plan.merge_aware and not merged_names(model):
+            raise UserError(
+                f"lora.merge_aware is true and model.base_dtype is {config.model.base_dtype}, but no linear that is to "
+                "have an adapter is stored encoded: change lora.targets, or set lora.merge_aware to false."
+            )
         return tuple(sorted(found))
     if config.model.base_dtype == STORED and not config.trainable:
         raise UserError(
@@ -181,6 +186,8 @@ def fill_base(
         with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
             load_encoded(entries, source, holding=weights.materialize, progress=progress.advance)
     log.info(base_sentence(config, entries, weights))
+    if config.lora.merge_aware:
+        log.info(merge_sentence(config, parts))
     shapes = [
         entry.spec.local_shape
         for part in parts
@@ -212,6 +219,29 @@ def stacks_sentence(config: RunConfig, shapes: Sequence[tuple[int, ...]]) -> str
         f"experts: {counted(len(shapes), 'stack')} of their weights, {format_bytes(size)}, stay {config.model.dtype}, "
         f"since model.base_dtype {config.model.base_dtype} encodes linears"
     )
+
+
+def merge_sentence(config: RunConfig, parts: Sequence[Decoder]) -> str:
+    """Returns the log line on the linears of this rank that compute with merged weights, and on other adapters."""
+    merged = [name for part in parts for name in merged_names(part)]
+    owners = [one for part in parts for one in part.modules() if isinstance(one, ShardedModule)]
+    beside = [name for one in owners if not _merges(one) for name, *_ in one.entries if name.endswith(".lora_B")]
+    rest = (
+        f"; adapters beside weights in {config.model.dtype}: {listed(map(_module, beside), most=3)}" if beside else ""
+    )
+    return (
+        f"merge-aware training: {counted(len(merged), 'linear')} of this rank multiply with base and adapter merged "
+        f"and rounded, as a merged checkpoint in the base's format has them{rest}"
+    )
+
+
+def _merges(module: ShardedModule) -> bool:
+    low_rank = module.operands.low_rank if isinstance(module, AdaptedModule) else None
+    return low_rank is not None and low_rank.is_merged
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def base_sentence(config: RunConfig, entries: list[EncodedEntry], weights: WeightPlacement) -> str:

@@ -151,14 +151,17 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
         _refuse_adapter(choice.path)
         source = open_source(choice.path)
         return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN, ()
-    source, trained, scale, encoded, tokenizer = _adapter(choice, log)
-    if encoded not in (None, STORED, choice.base_dtype):  # what is stored has the same numbers when it is decoded
+    source, trained, scale, encoded, tokenizer, merges = _adapter(choice, log)
+    same = STORED if not merges else None  # what is stored has the same numbers when it is decoded
+    if encoded not in (None, same, choice.base_dtype):
         log.warning(
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
             f"{choice.base_dtype or 'not given'}: --base-dtype {encoded} gives the model that was trained"
         )
     merged = MergedSource(source.model, source, trained, scale=scale)
     live = live_model(merged.model.decoder, merged.base, trained, scale)
+    if merges and encoded == choice.base_dtype:
+        live = live._replace(plan=replace(live.plan, merge_aware=True))
     full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
     if full and choice.base_dtype is not None:  # modules trained in full were not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
@@ -183,6 +186,7 @@ class _Adapter(NamedTuple):
         trained: values, and `scale` theirs.
         encoded: encoding of the base in training; None where it had none or is not known.
         tokenizer: the one that they were trained with.
+        merges: the base took them before it was rounded to that encoding.
     """
 
     source: WeightSource
@@ -190,6 +194,7 @@ class _Adapter(NamedTuple):
     scale: Scale
     encoded: str | None
     tokenizer: TrainedTokenizer
+    merges: bool = False
 
 
 def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
@@ -214,7 +219,9 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
             "--format hf, and give the result to --model."
         )
     tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)
-    return _Adapter(trained.weights, trained.values, trained.scale, checkpoint.base.get("dtype"), tokenizer)
+    merges = bool(checkpoint.lora.get("merge_aware"))
+    encoded = checkpoint.base.get("dtype")
+    return _Adapter(trained.weights, trained.values, trained.scale, encoded, tokenizer, merges)
 
 
 def _layout(

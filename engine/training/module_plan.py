@@ -105,6 +105,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
         adapter=settings.get,
         fused={name for name in settings if fused_parts(name) != [name]}.__contains__,
         experts=config.lora.experts,
+        merge_aware=config.lora.merge_aware,
         seed=config.train.seed,
     )
 

@@ -64,6 +64,7 @@ class Case:
         fold: whether adapters may lie beside their linear's weight.
         dropout: of the adapters.
         base: the encoding in which frozen weights of the layers are stored.
+        merge_aware: such weights take their adapters before they are rounded.
         balance: coefficient of the routers' auxiliary loss.
     """
 
@@ -78,6 +79,7 @@ class Case:
     fold: bool = True
     dropout: float = 0.1
     base: str | None = None
+    merge_aware: bool = False
     balance: float = 0.0
 
     def load_balance(self, mesh: Mesh) -> LoadBalance | None:
@@ -99,6 +101,7 @@ class Case:
             adapter=settings,
             fused=lambda module: re.fullmatch(self.fused, module) is not None,
             experts=self.experts,
+            merge_aware=self.merge_aware,
             seed=SEED,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,3 +153,31 @@ def test_accumulation() -> None:
     train = TrainOptions(micro_batch_size=2, global_batch_size=16)
     assert gradient_accumulation_steps(run(train=train), 1) == 8
     assert gradient_accumulation_steps(run(train=train, parallel=ParallelOptions(tensor=2)), 8) == 2
+
+
+MERGED: dict[str, Any] = {"merge_aware": True}
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"dropout": 0.05}, ("lora.dropout is 0.05", "set lora.dropout to 0,")),
+        ({"dora": True}, ("lora.dora is true", "set lora.dora to false")),
+        ({"bias": True}, ("lora.bias is true", "set lora.bias to false")),
+    ],
+)
+def test_what_cannot_be_merged_before_rounding(lora: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        LoraOptions(**MERGED, **lora)
+    assert all(word in str(caught.value) for word in ("lora.merge_aware is true", *words)), caught.value
+
+
+def test_merging_needs_adapters_and_a_format_that_is_written() -> None:
+    def with_base(base: Any, **lora: Any) -> RunConfig:
+        return RunConfig(model=ModelOptions(path="x", base_dtype=base), lora=LoraOptions(**MERGED, **lora))
+
+    config = with_base("int8", rank=0)
+    refused(replace(config, trainable=("lm_head",)), "lora.merge_aware is true and lora.rank is 0")
+    for base in (None, "nf4", "fp8", "fp8_row"):
+        refused(with_base(base), f"model.base_dtype is {base or 'null'}", "one of stored, nvfp4, ", ", int4, int8")
+    check_config(with_base("int8"))

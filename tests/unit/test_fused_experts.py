@@ -77,6 +77,7 @@ IN_TORCH = GroupedKernels(product=_product, project=_project, outer=_outer, weig
 def _computed(
     fused: bool, *, dropout: float = 0.0, experts: Any = "per_expert", trains: tuple[str, ...] = (),
     base: str | None = None, differ: bool = False, adapters: bool = True, biases: bool = False,
+    merges: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The output, the input's gradient and those of all that trains."""
 
@@ -87,8 +88,9 @@ def _computed(
         return AdapterSettings(rank=3 if odd else 5, scale=0.5 if odd else 1.5, dropout=dropout)
 
     plan = TrainingPlan(
-        trains=lambda name: name.endswith(("router", *trains)), adapter=adapter, seed=5, experts=experts
-    )
+        trains=lambda name: name.endswith(("router", *trains)), adapter=adapter, seed=5, experts=experts,
+        merge_aware=merges,
+    )  # fmt: skip
     layout = TensorLayout(base=None if base is None else BaseEncoding.named(base))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     sizes = RoutedSizes(rule=RULE, intermediate=INNER, has_biases=biases)
@@ -122,6 +124,9 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4": {"base": "nf4"},
     "fp8": {"base": "fp8", "dropout": 0.25},
     "int8": {"base": "int8"},
+    "merge-aware": {"base": "nvfp4", "merges": True},
+    "merge-aware, shared outer": {"base": "int8", "merges": True, "experts": "shared_outer"},
+    "merge-aware, ranks that differ": {"base": "mxfp4", "merges": True, "differ": True},
 }
 
 

@@ -84,6 +84,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rollout.server": "http://h", "rollout.server_timeout": 0}, "rollout.server_timeout is 0.0, but it must be"),
     ({"rollout.server": "http://h", "lora.dora": True}, "lora.dora is true and rollout.server is set, which loads"),
+    (
+        {"rollout.server": "http://h", "lora.merge_aware": True, "model.base_dtype": "int8"},
+        "lora.merge_aware is true and rollout.server is set, which loads",
+    ),
     ({"data.mix": '["{train}=1"]'}, "whose data are the prompts of data.train"),
     ({"rollout.eval_generations": 4}, "rollout.eval_generations is set and data.validation is not, so that nothing"),
     ({"data.validation": "{train}", "rollout.eval_generations": 0}, "rollout.eval_generations is 0"),

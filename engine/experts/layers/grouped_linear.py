@@ -21,6 +21,7 @@ from engine.experts.layers.expert_adapters import ExpertAdapter, expert_adapters
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.grouped_adapters import Blocks, GroupedLowRank
 from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
+from engine.experts.ops.merged_experts import MergedExperts, MergedLowRanks
 from engine.experts.ops.routed_experts import GroupedOperands
 from engine.kernels.records import AdapterPlace
 from engine.layers.branch import LinearShape
@@ -28,6 +29,7 @@ from engine.layers.context import LayerContext
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import AdaptedModule, ShardEntry
 from engine.ops.dropout import DropoutSite
+from engine.ops.merged_weight import Factors
 
 _ALL = slice(None)
 
@@ -78,7 +80,8 @@ class GroupedLinear(AdaptedModule):
         padded = -(-rank // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
         self.encoded = self._encode()
         self._sharing = sharing(build.plan.experts, reads_stream=spec.dim == 0)
-        apart = self._sharing.b or not build.layout.fold
+        self._merges = build.plan.merge_aware and self.encoded is not None
+        apart = self._sharing.b or not build.layout.fold or self._merges
         beside = 0 if apart else padded
         holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
         self.storage = holder.empty((len(experts), rows * len(leaves), self._in + beside))
@@ -115,7 +118,7 @@ class GroupedLinear(AdaptedModule):
             bias_EO=bias_EO,
             bias_blocks=bias_blocks if any(bias_blocks) else (),
             adds_bias=spec.dim == 0 or build.layout.expert_axes.tp.rank == 0,
-            encoded=self._decoded_operand(b_EOR if beside else None),
+            encoded=self._decoded_operand(b_EOR if beside else None, self._merged_factors(adapters, low_rank)),
             grouped=grouped_kernels(
                 build.layout.kernels,
                 dtype=build.dtype,
@@ -158,19 +161,55 @@ class GroupedLinear(AdaptedModule):
             lambda: EncodedStorage(sections, encoding, base, tp=layout.expert_axes.tp, device=self._build.device)
         )
 
-    def _decoded_operand(self, b_EOR: Tensor | None) -> EncodedExperts | None:
-        base = self._build.layout.base
+    def _decoded_operand(self, b_EOR: Tensor | None, merged: Sequence[Sequence[Factors]]) -> EncodedExperts | None:
+        """Returns the experts as products read them, with the adapters that the weights take before rounding."""
+        base, count = self._build.layout.base, len(self._experts)
         if self.encoded is None or base is None:
             return None
         experts = EncodedExperts(
-            weight=self.encoded.weight,
-            num_experts=len(self._experts),
-            b_EOR=b_EOR,
-            dtype=self._build.dtype,
-            scratch=base.scratch,
+            weight=self.encoded.weight, num_experts=count, b_EOR=b_EOR, dtype=self._build.dtype, scratch=base.scratch
         )
+        if merged:
+            per = len(self._names)
+            own = [
+                self.encoded.merged_sections(adapters, slice(place * per, (place + 1) * per))
+                for place, adapters in enumerate(merged)
+            ]
+            experts = MergedExperts(
+                weight=experts.weight,
+                num_experts=count,
+                b_EOR=None,
+                dtype=experts.dtype,
+                scratch=experts.scratch,
+                sections=tuple(own),
+            )
         experts.announce(together=is_gpu(self._build))
         return experts
+
+    def _merged_factors(self, adapters: list[ExpertAdapter], low_rank: GroupedLowRank | None) -> list[list[Factors]]:
+        """Returns the adapters of each expert here that its weight takes before rounding; nothing where none does."""
+        if low_rank is None or not low_rank.is_merged:
+            return []
+        found: list[list[Factors]] = []
+        a_ERI = low_rank.every_a(len(self._experts))
+        for place, expert in enumerate(self._experts):
+            found.append([])
+            for adapter, at in zip(adapters, low_rank.places, strict=True):
+                if (settings := adapter.settings[expert]) is None:
+                    continue
+                ranks = slice(at.first_row, at.first_row + settings.rank)
+                b_OR = low_rank.b_OR if low_rank.b_EOR is None else low_rank.b_EOR[place]
+                assert b_OR is not None
+                found[-1].append(
+                    Factors(
+                        first_row=adapter.rows.start,
+                        num_rows=at.num_columns,
+                        b_OR=b_OR[adapter.rows, ranks],
+                        a_RI=a_ERI[place, ranks],
+                        scale=settings.scale,
+                    )
+                )
+        return found
 
     def check_products(self, device_type: str) -> None:
         """Checks what torch's grouped product takes on a GPU; a CPU's takes everything.
@@ -265,7 +304,7 @@ class GroupedLinear(AdaptedModule):
             dropout = DropoutSite(
                 probability=probability, seed=build.plan.seed, site=site, feature_offset=first_feature
             )
-        return GroupedLowRank(
+        return (MergedLowRanks if self._merges else GroupedLowRank)(
             a_ERI=stacked,
             b_OR=b_shared,
             b_EOR=b_EOR if apart and not shares.b else None,

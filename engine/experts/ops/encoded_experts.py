@@ -46,6 +46,10 @@ class EncodedExperts:
         columns = self.weight.in_features + (0 if self.b_EOR is None else self.b_EOR.shape[2])
         self.scratch.announce((self._rows * (self.num_experts if together else 1), columns), self.dtype)
 
+    def bare(self) -> EncodedExperts:
+        """Returns the experts without their adapters."""
+        return self
+
     def one(self, expert: int, num_columns: int) -> Tensor:
         """Returns [W | B] or W of an expert, [O, num_columns], valid until the next call."""
         out = self._take(self._rows, num_columns)

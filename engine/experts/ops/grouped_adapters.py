@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -114,6 +114,8 @@ class GroupedLowRank:
         dropout: of the input, or None.
     """
 
+    is_merged: ClassVar[bool] = False
+    """Whether the weights have the adapters in them (see `merged_experts`)."""
     a_ERI: Tensor
     b_OR: Tensor | None
     b_EOR: Tensor | None

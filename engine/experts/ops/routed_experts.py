@@ -111,7 +111,8 @@ class GroupedOperands:
         """Returns these, or without the adapters where `context` says so."""
         if context.adapters or self.low_rank is None:
             return self
-        return replace(self, extended_EOI=self.extended_EOI[..., : self.in_features], low_rank=None)
+        encoded = None if self.encoded is None else self.encoded.bare()
+        return replace(self, extended_EOI=self.extended_EOI[..., : self.in_features], low_rank=None, encoded=encoded)
 
     @property
     def drops(self) -> bool:
@@ -127,6 +128,11 @@ class GroupedOperands:
         """The adapters, as compiled kernels take them: the same for all rows."""
         assert self.low_rank is None or isinstance(self.low_rank, GroupedLowRank)
         return self.low_rank
+
+    @property
+    def _merges(self) -> bool:
+        """Whether the weights have the adapters in them."""
+        return self._one_low_rank is not None and self._one_low_rank.is_merged
 
     def project(self, x_NI: Tensor, rows: ExpertRows, index_N: Tensor | None = None) -> Tensor | None:
         """Returns H [N, R], which is kept; None without adapters.
@@ -146,7 +152,7 @@ class GroupedOperands:
         if self.grouped is not None and self.fuses(groups):
             w_EOI, b_EOR = self._factors()
             update = None
-            if h is not None and b_EOR is not None:
+            if h is not None and b_EOR is not None and not self._merges:
                 update = GroupedUpdate(h_NR=h, factors_ERM=b_EOR.mT)
             y = self.grouped.product(x_NI, w_EOI.mT, groups.ends, update=update, index_N=index_N)
             if self.bias_EO is not None and self.adds_bias:
@@ -215,7 +221,10 @@ class GroupedOperands:
     def fused_gradient(
         self, dy_NO: Tensor, rows: ExpertRows, index_N: Tensor | None, *, wants_dx: bool
     ) -> tuple[Tensor | None, FusedGradient | None]:
-        """Returns dx = dy W + drop'(dH A), where it is wanted, and dH = s dy B with the mask of the input."""
+        """Returns dx = dy W + drop'(dH A), where it is wanted, and dH = s dy B with the mask of the input.
+
+        Weights that have the adapters in them make all of dx.
+        """
         grouped, low_rank, ends = self.grouped, self._one_low_rank, rows.groups.ends
         assert grouped is not None
         w_EOI, b_EOR = self._factors()
@@ -224,9 +233,10 @@ class GroupedOperands:
             scale = 1.0 if low_rank.scales_ER is not None else low_rank.scale
             dh = grouped.project(dy_NO, b_EOR, ends, index_N=index_N, scale=scale, scales_ER=low_rank.scales_ER)
             through = FusedGradient(dh, *self._fused_mask(rows))
-            update = GroupedUpdate(
-                h_NR=dh, factors_ERM=low_rank.every_a(w_EOI.shape[0]), mask=through.mask, scale=through.keep_scale
-            )
+            if not low_rank.is_merged:
+                update = GroupedUpdate(
+                    h_NR=dh, factors_ERM=low_rank.every_a(w_EOI.shape[0]), mask=through.mask, scale=through.keep_scale
+                )
         dx = grouped.product(dy_NO, w_EOI, ends, update=update, index_N=index_N) if wants_dx else None
         return dx, through
 

@@ -45,7 +45,7 @@ from rankfold.benchmarking.model import (
     learning_rate,
     packed_batch,
 )
-from rankfold.benchmarking.options import ExpertsOptions, ModelOptions, method_of
+from rankfold.benchmarking.options import MERGE_AWARE, ExpertsOptions, ModelOptions, method_of
 
 _BUCKET_BYTES = 32 * 2**20
 _PEFT_LEAVES = {"lora_magnitude": "lora_magnitude_vector"}
@@ -91,6 +91,7 @@ class EngineSide:
         plan = TrainingPlan(
             adapter=lambda module: settings if module.rpartition(".")[2] in targets else None,
             fused=lambda module: module.rpartition(".")[2] in targets,
+            merge_aware=self._method == MERGE_AWARE,
         )
         if self._method == "full":
             plan = TrainingPlan(trains=lambda module: True)

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from engine.choices import ENCODED, IMPLEMENTATIONS
+from engine.choices import ENCODED, IMPLEMENTATIONS, MERGED_DTYPES
 from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
@@ -148,7 +148,9 @@ BITSANDBYTES = "peft-bitsandbytes"
 """The peer whose frozen weights bitsandbytes stores, in the same NF4 as the engine."""
 WITHOUT_PEFT = ("transformers", "transformers-kept-memory")
 """The peers that train all parameters."""
-METHODS = ("lora", "dora", "full")
+MERGE_AWARE = "merge-aware"
+"""The method of adapters that the base takes before it is rounded, against adapters beside the same base."""
+METHODS = ("lora", "dora", "full", MERGE_AWARE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,14 +230,26 @@ class StepOptions(ModelOptions):
 
     PEERS: ClassVar[tuple[str, ...]] = (*ModelOptions.PEERS, PADDED, BITSANDBYTES, *WITHOUT_PEFT)
 
-    method: str = option("lora", "adapters, adapters with trained lengths of rows, or all parameters", METHODS)
+    method: str = option(
+        "lora",
+        "adapters, adapters with trained lengths of rows, all parameters, or adapters as with lora.merge_aware",
+        METHODS,
+    )
     repeats: int = option(15, "timed steps of each side", least=1)
     warmup: int = option(2, "untimed steps of each side, after those that check the losses", least=0)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         check_documents(self)
-        if self.method != "lora" and self.base_dtype != "none":
+        if self.method == MERGE_AWARE:
+            if self.base_dtype not in MERGED_DTYPES:
+                raise UserError(
+                    f"--method {MERGE_AWARE} merges into a base that is stored encoded, and --base-dtype is "
+                    f"{self.base_dtype}: add --base-dtype nvfp4, or another of {', '.join(MERGED_DTYPES[1:])}."
+                )
+            if self.dropout > 0:
+                raise UserError(f"--method {MERGE_AWARE} drops no inputs: leave --dropout out.")
+        elif self.method != "lora" and self.base_dtype != "none":
             raise UserError(
                 f"--method {self.method} needs weights as numbers, which --base-dtype {self.base_dtype} encodes: leave "
                 "one of them out."

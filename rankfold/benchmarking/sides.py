@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,15 @@ from engine.models.families import family_of
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import Side, draw_batches, hf_config
-from rankfold.benchmarking.options import BITSANDBYTES, PADDED, WITHOUT_PEFT, ModelOptions, chosen_names, method_of
+from rankfold.benchmarking.options import (
+    BITSANDBYTES,
+    MERGE_AWARE,
+    PADDED,
+    WITHOUT_PEFT,
+    ModelOptions,
+    chosen_names,
+    method_of,
+)
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peers import Peers, find_peers
 from rankfold.benchmarking.peft_side import (
@@ -32,7 +41,7 @@ from rankfold.benchmarking.processes import caches_in, in_new_process_with
 from rankfold.benchmarking.timing import wait_for
 
 _MEMORY_STEPS = 3
-ENGINE, PEER = "engine", "transformers + PEFT"
+ENGINE, PEER, BESIDE = "engine", "transformers + PEFT", "engine, adapters beside the base"
 
 
 class SideKind(NamedTuple):
@@ -78,9 +87,16 @@ def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, S
     for name in options.PEERS:
         if (why := _unfit(name, options)) is not None:
             peers = peers.without(name, why)
-    engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
-    kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
+    kinds = [SideKind(ENGINE, EngineSide, keeps_freed_memory=True)]
+    if method_of(options) == MERGE_AWARE:
+        kinds.append(SideKind(BESIDE, _beside, keeps_freed_memory=True))
+    kinds += [*(PEER_KINDS[name] for name in options.PEERS if name in peers)]
     return {kind.name: kind for kind in kinds}, peers
+
+
+def _beside(options: ModelOptions, device: torch.device) -> Side:
+    """Returns the engine's side with adapters beside the base, for the cost of merging them into it."""
+    return EngineSide(replace(options, method="lora"), device)
 
 
 def _unfit(name: str, options: ModelOptions) -> str | None:

@@ -18,7 +18,7 @@ from rankfold.benchmarking.machine import set_up
 from rankfold.benchmarking.model import draw_batches
 from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR, NUM_BATCHES, RemoteSide
-from rankfold.benchmarking.sides import ENGINE, PEER, find_sides, steps_alone
+from rankfold.benchmarking.sides import BESIDE, ENGINE, PEER, find_sides, steps_alone
 from rankfold.benchmarking.step_table import StepMeasurement, step_table
 from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import take_turns
@@ -195,7 +195,7 @@ def compare(options: StepOptions, outcomes: Mapping[str, Outcomes]) -> tuple[str
     """
     sentences = []
     for name, theirs in outcomes.items():
-        if name == ENGINE or ENGINE not in outcomes:
+        if name in (ENGINE, BESIDE) or ENGINE not in outcomes:  # what is not rounded gives other losses
             continue
         pairs = list(zip(outcomes[ENGINE], theirs, strict=True))
         loss = max(_relative(ours[0], found[0]) for ours, found in pairs)

@@ -11,7 +11,7 @@ from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.model import operations_per_weight, step_operations
 from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR
-from rankfold.benchmarking.sides import ENGINE, PEER, Alone
+from rankfold.benchmarking.sides import BESIDE, ENGINE, PEER, Alone
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, Summary, paired_ratio, summarise
 
@@ -88,7 +88,7 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
     )
 
 
-_NAMES = {"lora": "LoRA", "dora": "DoRA", "full": "Full"}
+_NAMES = {"lora": "LoRA", "dora": "DoRA", "full": "Full", "merge-aware": "Merge-aware LoRA"}
 
 
 def _trained(options: StepOptions) -> str:
@@ -130,6 +130,14 @@ def _findings(options: StepOptions, device: torch.device, measured: StepMeasurem
     clock, cpu = measured.seconds, measured.cpu_seconds
     findings = [*measured.agreement, measured.arrangement]
     for name in _peers(measured):
+        if name == BESIDE:
+            findings.append(
+                "A step that merges takes "
+                f"{_spread(paired_ratio(clock[ENGINE], clock[name]))} of the time of a step with adapters beside the "
+                f"same base, and {_spread(paired_ratio(cpu[ENGINE], cpu[name]))} of its CPU time, median of "
+                f"{len(clock[ENGINE])} pairs."
+            )
+            continue
         findings.append(
             f"Speed against {name}: {_spread(paired_ratio(clock[name], clock[ENGINE]))}, median of "
             f"{len(clock[ENGINE])} pairs; above 1 the engine is faster."

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.distributed
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4")
 NUM_STEPS = 2
+EPS = 1e-5
+"""AdamW's: with 1e-8 an element whose gradient is nothing but rounding moves by the whole learning rate, by which one
+token of a mixture chose another expert."""
 WIDE = {"num_layers": 2, "hidden": 256, "intermediate": 256, "head_dim": 32}
 DENSE = Case(config=small_config(**WIDE), adapters=EVERY_LINEAR)
 MIXTURE = Case(
@@ -75,7 +78,7 @@ class Outcome(NamedTuple):
 def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Outcome:
     one = layout.grid.world_size == 1
     mesh = single_process_mesh() if one else build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
-    run = Run(layout, mesh, level, offload_weights=offload)
+    run = Run(layout, mesh, level, offload_weights=offload, eps=EPS)
     parts = [
         (entry.name, entry.spec, {name: part.clone() for name, part in entry.parts.items()})
         for entry in run.encoded
@@ -119,8 +122,7 @@ SEVERAL = [one for one in ALL if not one[0].startswith("one")]
 
 @pytest.mark.parametrize(("name", "base"), sampled(SEVERAL, [one for one in SEVERAL if one in QUICK]))
 def test_every_layout_trains_as_one_process_does(name: str, base: str) -> None:
-    """Sums in another order, in fp32: an element whose gradient is almost nothing moves by as much as any in AdamW's
-    first steps, one way or the other."""
+    """Sums in another order, in fp32."""
     (alone,) = _found("one, experts" if name.endswith("experts") else "one", base)
     ranks = _found(name, base)
     for found in ranks:
@@ -129,7 +131,7 @@ def test_every_layout_trains_as_one_process_does(name: str, base: str) -> None:
     ours, theirs = assemble([found.masters for found in ranks]), assemble([alone.masters])
     assert ours.keys() == theirs.keys()
     for one in ours:
-        assert relative_error(ours[one], theirs[one]) < 1e-3, one
+        assert relative_error(ours[one], theirs[one]) < 1e-4, one
 
 
 @pytest.mark.parametrize(("name", "base"), sampled(SEVERAL, [one for one in SEVERAL if one in QUICK]))

@@ -187,7 +187,7 @@ def test_help_shows_what_most_runs_set(capsys: pytest.CaptureFixture[str]) -> No
     shown = re.findall(r"^  --([\w.]+)", text, re.MULTILINE)
     assert shown == list(MOST_SET) and set(shown) <= set(option_types()) and 15 <= len(shown) <= 18
     assert "  --model.path  (required)\n" in text and "  --lora.rank  (default 16)\n" in text
-    assert "  --model.base_dtype nf4|int8|fp8|fp8_row\n" in text
+    assert "  --model.base_dtype stored|nf4|int8|fp8|fp8_row|nvfp4|mxfp4|mxfp8|fp8_block|int4\n" in text
     assert "rankfold train --nproc 2 --config run.yaml" in text and "--help all" in text
     for name in sections():
         assert re.search(rf"^  {name} +\w", text, re.MULTILINE), name

@@ -59,6 +59,7 @@ def _nf4_decode_kernel(
     out_ptr,
     out_stride,
     num_rows,
+    num_pairs,
     num_columns,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,7 +69,8 @@ def _nf4_decode_kernel(
     rows_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pairs_P = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     ok_O = rows_O < num_rows
-    ok_OP = ok_O[:, None] & (pairs_P * 2 < num_columns)[None, :]
+    # of whether 2 p < columns Triton would not know that it is the same for the pairs of a wide load
+    ok_OP = ok_O[:, None] & (pairs_P < num_pairs)[None, :]
     packed = tl.load(codes_ptr + rows_O[:, None] * codes_stride + pairs_P[None, :], mask=ok_OP, other=0).to(tl.int32)
     # both columns of a pair lie in one block; the 32 threads of a block read one address, from cache
     block_P = pairs_P // (BLOCK // 2)
@@ -255,6 +257,7 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
         out_OI,
         out_OI.stride(0),
         rows,
+        ceil_div(columns, 2),
         columns,
         BLOCK=NF4_BLOCK,
         GROUP=NF4_GROUP,

@@ -40,11 +40,18 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
 
 
 def _triton() -> QuantizedBackend:
-    from engine.kernels.triton import quantize
+    from engine.kernels.triton import formats, quantize
 
     return QuantizedBackend(
         # a weight is encoded once, while it is loaded: torch's ops do that on the GPU
-        arithmetic=replace(PLAIN, name="triton", nf4_decode=quantize.nf4_decode, row_decode=quantize.row_decode),
+        arithmetic=replace(
+            PLAIN,
+            name="triton",
+            nf4_decode=quantize.nf4_decode,
+            row_decode=quantize.row_decode,
+            block_decode=formats.block_decode,
+            merged_decode=formats.merged_decode,
+        ),
         operands=OperandKernels(
             quantize_rows=quantize.quantize_rows,
             quantize_matrix=quantize.quantize_matrix,

@@ -16,6 +16,7 @@ KERNELS = (
     "head_norm",
     "cross_entropy",
     "quantize",
+    "formats",
     "paged_attention",
     "sampling",
     "chunks",

@@ -31,7 +31,7 @@ COMMAND = "python -m tests.kernels.resource_tables --write --arch"
 PLANNED_FOR = (90, 100)
 """Launchers plan two blocks for each multiprocessor, with tiles for the shared memory of these."""
 
-UNFUSED = "quantize."
+UNFUSED = ("quantize.", "formats.")
 """Kernels whose results have the bits of plain torch's: each product is rounded, and none fused with a sum."""
 
 Row = dict[str, Any]
@@ -75,6 +75,9 @@ KNOWN = (
     Known("delta_gradients._gradients", "", "spills|leaves 1 block", "registers: sums of a chunk by all keys"),
     Known("delta_channel_gradients._value_sums", "", "leaves 1 block", "the same sums"),
     Known("delta_channel_gradients._token_sums", "", "[mf]_ptr load", "one number for each token of a block of 16"),
+    Known(
+        "formats", "", r"(parts\[2\]|factors\[0\]) load", "the scale of a block, and of B one number for a whole row"
+    ),
     Known("state_steps", "", "(load|store) ", "the vectors of one head, one number a thread"),
     Known("grouped._product", "", "leaves 1 block", "sums of 128 x 256, or all stages of a smaller tile, fill it"),
     Known("grouped._product", "dropped", "spills", "a mask's bits beside 128 sums a thread, before the walk"),

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
+from engine.kernels.formats import FORMATS, part_shapes
 from engine.kernels.records import AdapterSection, DropoutKey, GroupedUpdate, InputUpdate
-from engine.kernels.triton import grouped, grouped_factors, quantize
+from engine.kernels.triton import formats, grouped, grouped_factors, quantize
 from engine.kernels.triton.rows import weigh_rows
 from engine.ops.kernels import backend
 
@@ -333,6 +334,17 @@ def encoded_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator
         yield Case(f"{name} int8", partial(by_row, torch.int8, extra))
         yield Case(f"{name} fp8", partial(by_row, torch.float8_e4m3fn, extra), E4M3_SINCE)
     yield Case(f"{sizes.name} codes", codes, E4M3_SINCE)
+    for name in FORMATS:
+        yield Case(f"{sizes.name} format {name}", partial(_format, name, rows, columns, dtype))
+
+
+def _format(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Decodes a weight in few bits beside a folded adapter's B, and merges an adapter of rank 16 into its codes."""
+    of, whole = FORMATS[name], torch.empty(rows, columns + 16, dtype=dtype)
+    parts = {part: torch.empty(shape, dtype=kind) for part, (shape, kind) in part_shapes(of, rows, columns).items()}
+    formats.block_decode(of, parts, whole[:, :columns])
+    b_OR, a_RI = whole[:, columns:], torch.empty(16, columns, dtype=dtype)
+    formats.merged_decode(of, parts, b_OR, a_RI, 2.0, whole[:, :columns])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -325,6 +325,7 @@ class Layout:
         dtype: of the weights that the model computes with.
         stored: dtype in which activations are kept for backward; None keeps theirs.
         base: the encoding in which frozen weights of the layers are stored.
+        merge_aware: such weights take their adapters before they are rounded.
         rounded: frozen weights of the layers have the values that this encoding gives them, but are stored plain.
         plain: regular expression over the names of weights that are neither encoded nor rounded.
         balance: coefficient of the routers' auxiliary loss.
@@ -344,6 +345,7 @@ class Layout:
     dtype: torch.dtype = torch.float32
     stored: torch.dtype | None = None
     base: str | None = None
+    merge_aware: bool = False
     rounded: str | None = None
     plain: str = ""
     balance: float = 0.0
@@ -388,7 +390,10 @@ class Run:
         lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
         case = layout.case if isinstance(layout.case, Case) else CASES[layout.case]
-        case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout, balance=layout.balance)
+        case = replace(
+            case, sequence_parallel=layout.sequence, dropout=layout.dropout, balance=layout.balance,
+            merge_aware=layout.merge_aware,
+        )  # fmt: skip
         self.balance = case.load_balance(mesh)
         self.layout, self.mesh, self.case = layout, mesh, case
         virtual = len(layout.layers) // mesh.pp.size

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.kernels import reference_quantize
 from engine.kernels.codec import Arithmetic
 from engine.kernels.native.arguments import pointer, threads, vector
+from engine.kernels.native.formats import block_decode, merged_decode
 from engine.kernels.native.loader import library
 from engine.kernels.reference_quantize import NF4_BLOCK, dynamic_map
 
@@ -131,6 +132,8 @@ NATIVE_ARITHMETIC = Arithmetic(
     int8_codes=int8_codes,
     fp8_codes=reference_quantize.fp8_codes,
     row_decode=row_decode,
+    block_decode=block_decode,
+    merged_decode=merged_decode,
 )
 """The loops of the encodings in C++. `native_status()` says whether they can run; a call where they cannot
 raises. Results do not depend on the number of threads."""

@@ -24,6 +24,9 @@ _DELTA = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, c_float, c_int, *_HEADS * 3, *
 
 _SSD = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, *_HEADS * 3, *_POINTER * 3]
 """Pieces, sizes, c, b, x, dt, a, d."""
+_ENCODED = [c_int, *_MATRIX, c_int, *_MATRIX, *_SIZE * 3, *_POINTER, *_MATRIX]
+"""Codes with their kind; scales with theirs, rows that share them, rows to a row of them, columns to one; the tensor's
+scale; zero points."""
 _CONV = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 2, c_int]
 """Pieces, sizes, whether there is a silu."""
 
@@ -98,6 +101,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_nf4_decode": [*_THREADS, *_SIZE * 2, *_MATRIX * 3, *_POINTER * 2, c_int, *_MATRIX],
     "engine_int8_codes": [*_THREADS, *_SIZE * 2, c_int, *_MATRIX, *_POINTER * 2],
     "engine_int8_decode": [*_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER, c_int, *_MATRIX],
+    "engine_block_decode": [
+        *_TYPED, *_SIZE * 2, *_ENCODED, *_MATRIX,
+    ],
+    "engine_merged_decode": [
+        *_TYPED, *_SIZE * 2, *_ENCODED, c_int, *_SIZE, *_MATRIX * 2, c_float, *_MATRIX,
+    ],
     "engine_crc32c": [*_SIZE, *_POINTER * 2],
     "engine_crc32c_by_tables": [*_SIZE, *_POINTER * 2],
 }  # fmt: skip

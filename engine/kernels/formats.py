@@ -37,6 +37,7 @@ class Format:
         divides: the matrix's scale divides the blocks' scales (NVFP4 of compressed-tensors), and does not multiply
             them (ModelOpt).
         granule: rows of the matrix to a row of `scales`; a divisor of `rows`, where shards and stacks have fewer.
+        keeps_scales: other numbers change no scale, but for one that is not finite: a matrix has one, once a row here.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Format:
     has_zero_points: bool = False
     divides: bool = False
     granule: int = 1
+    keeps_scales: bool = False
 
 
 FORMATS = {

@@ -102,7 +102,8 @@ def requantise(of: Format, parts: Parts, numbers_OI: Tensor) -> dict[str, Tensor
     beyond its end, within the largest code: number / scale is at most 7 for e2m1, 464 for e4m3, half a step beyond
     the integers' ends. In it a number that is the old one keeps its code, whichever of several has that value. Another
     block gets the scale of its largest magnitude; one with a number that is not finite, a scale that is NaN. NVFP4's
-    scale of the matrix is kept.
+    scale of the matrix is kept, and so is the only scale of a matrix (`keeps_scales`): what is beyond the largest code
+    gets that.
 
     So the parts of unchanged numbers are the old ones, bit for bit.
 
@@ -267,7 +268,8 @@ def _requantised_rows(of: Format, parts: Parts, base: Tensor, numbers: Tensor) -
     same = old == new
     quotient = new / row_scales(of, parts, rows)[:, :, None]
     lowest, highest = _reach(of, parts.get("zeros"))
-    fits = _joint(of, (same | ((quotient >= lowest) & (quotient <= highest))).all(2), all_of=True)
+    inside = new.isfinite() if of.keeps_scales else (quotient >= lowest) & (quotient <= highest)
+    fits = _joint(of, (same | inside).all(2), all_of=True)
     changed = _fresh(of, new, parts)
     chosen = dict(parts)
     for name, fresh in changed.items():

@@ -16,6 +16,7 @@ SPELLINGS = {
     "fp8_block exponents": replace(FORMATS["fp8_block"], scale_dtype=torch.uint8),
     "fp8_block cut": replace(FORMATS["fp8_block"], granule=32),
     "fp8_channel bf16": replace(FORMATS["fp8_channel"], scale_dtype=torch.bfloat16),
+    "fp8_channel one": replace(FORMATS["fp8_channel"], keeps_scales=True),
     "int8 bf16": replace(FORMATS["int8"], scale_dtype=torch.bfloat16),
     "int4 rows": replace(FORMATS["int4"], group=0, scale_dtype=torch.float32),
     "int4 half": replace(FORMATS["int4"], group=32, scale_dtype=torch.float16),
@@ -45,6 +46,8 @@ def drawn_parts(of: Format, rows: int, columns: int, seed: int, *, extreme: bool
             parts[name] = torch.full(shape, float(sizes))
         else:
             parts[name] = _scales(shape, dtype, draw, extreme)
+            if of.keeps_scales:
+                parts[name][:] = parts[name][:1].clone()
     if of.granule != of.rows:
         together = of.rows // of.granule
         whole = parts["scales"][::together].repeat_interleave(together, 0)

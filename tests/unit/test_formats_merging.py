@@ -257,9 +257,10 @@ def _expected(of: Format, parts: dict[str, Tensor], numbers: Tensor, fresh: Any)
             taken = [_nearest(of, float(x / scale), grid, continued=True) for x in block.flat]
             fits = all(grid[0] < t < grid[-1] or x == w for t, x, w in zip(taken, block.flat, old.flat, strict=True))
             if not fits:
-                scale, zero = fresh(block, top)
+                scale, zero = (scale, zero) if of.keeps_scales else fresh(block, top)
                 grid = np.array(_grid(of, zero))[1:-1]
                 taken = [_nearest(of, float(x / scale), grid, continued=False) for x in block.flat]
+            fits |= of.keeps_scales
             worth = [
                 w if fits and x == w else np.float32(t) * scale
                 for t, x, w in zip(taken, block.flat, old.flat, strict=True)

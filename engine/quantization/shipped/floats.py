@@ -62,7 +62,7 @@ class Floats(Spelling):
 
     @property
     def format(self) -> Format:
-        return self.kind
+        return replace(self.kind, keeps_scales=True) if self.one_scale else self.kind
 
     @property
     def _is_rowwise(self) -> bool:
@@ -97,12 +97,10 @@ class Floats(Spelling):
 
     def known(self, dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> Self:
         stored, shape = dtypes[self.scales], shapes[self.tensor_scale or self.scales]
-        own = torch.uint8 if stored in EXPONENTS else stored
-        kind = self.kind if self._is_rowwise else replace(self.kind, scale_dtype=own)
         one = all(size == 1 for size in shape)
         return replace(
             self,
-            kind=kind,
+            kind=replace(self.kind, scale_dtype=torch.uint8 if stored in EXPONENTS else stored),
             stored_scales=stored,
             one_scale=one and self._is_rowwise,
             scale_shape=shape if one else self.scale_shape,
@@ -111,7 +109,7 @@ class Floats(Spelling):
     def load(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
         scales = tensors[self.scales]
         if self._is_rowwise:
-            scales = scales.float().flatten().expand(rows)
+            scales = scales.flatten().expand(rows)
         elif scales.dtype == torch.float8_e8m0fnu:
             scales = scales.view(torch.uint8)
         found = {"codes": tensors[self.codes], "scales": scales}

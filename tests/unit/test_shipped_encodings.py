@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.weight_source import WeightSource
-from engine.distributed.sharding import ShardSpec, split_spec
+from engine.distributed.sharding import Piece, ShardSpec, runs_spec, split_spec
 from engine.errors import UserError
 from engine.kernels.formats import Format, part_shapes
 from engine.kernels.reference_formats import block_decode
@@ -92,6 +92,13 @@ def assert_cuts_join(source: WeightSource, name: str, size: int) -> None:
     """Asserts that the ranks' parts of a weight mean the cuts of the whole, and that cut numbers are read the same."""
     kind, expected = source.format(name), source.read_whole(name)
     assert kind is not None, name
+    shape, single = source.shape(name), replace(kind, granule=1)
+    some = runs_spec(shape, [(21, 10), (3, 7)])  # inside of blocks and of what one int32 holds
+    rows = torch.cat((expected[21:31], expected[3:10]))
+    assert torch.equal(decoded(single, source.read_parts(name, some, single), some.local_shape), rows), name
+    assert torch.equal(source.read(name, some), rows), name
+    odd = ShardSpec(global_shape=shape, local_shape=(shape[0], 9), dim=1, pieces=(Piece(13, 1, 8),))
+    assert torch.equal(source.read(name, odd)[:, 1:], expected[:, 13:21]), name
     for spec in shards(source.shape(name), size):
         (piece,) = spec.pieces
         cut = expected.narrow(spec.dim, piece.global_offset, piece.length)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.kernels.codec import PLAIN
 from engine.kernels.formats import Format
-from engine.kernels.reference_formats import block_decode
+from engine.kernels.native.loader import native_status
+from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes of scales that are powers of two."""
@@ -195,14 +197,21 @@ class Spelling(ABC):
         """Writes the numbers of matrix[rows, columns] to `out`, a few rows at a time."""
         kind = replace(self.format, granule=1)
         wide = slice(*_aligned(columns, math.lcm(kind.group or 2, 2), shape[1]))
-        height = max(self.row_step, _DECODED_AT_ONCE // max(1, wide.stop - wide.start))
+        height = max(1, _DECODED_AT_ONCE // max(1, wide.stop - wide.start) // self.row_step) * self.row_step
+        is_direct = wide == columns and out.device.type == "cpu" and out.stride(1) == 1
         for first in range(rows.start, rows.stop, height):
             last = min(first + height, rows.stop)
             parts = self.parts(tensors, shape, slice(first, last), wide, 1)
-            found = torch.empty(last - first, wide.stop - wide.start, dtype=out.dtype)
-            block_decode(kind, parts, found)
-            cut = found[:, columns.start - wide.start : columns.stop - wide.start]
-            out[first - rows.start : last - rows.start].copy_(cut)
+            into = out[first - rows.start : last - rows.start]
+            found = into if is_direct else torch.empty(last - first, wide.stop - wide.start, dtype=out.dtype)
+            _decode(kind, parts, found)
+            if not is_direct:
+                into.copy_(found[:, columns.start - wide.start : columns.stop - wide.start])
+
+
+def _decode(kind: Format, parts: Mapping[str, Tensor], out: Tensor) -> None:
+    is_fast = native_status().available and out.dtype in (torch.float32, torch.bfloat16)
+    (NATIVE_ARITHMETIC if is_fast else PLAIN).block_decode(kind, parts, out)
 
 
 def _aligned(part: slice, step: int, length: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.tokenizer_files import holds_tokenizer
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
+from engine.choices import STORED
 from engine.config.distillation import BASE, is_server
 from engine.config.hub import instead_of
 from engine.config.run import RunConfig
@@ -26,7 +27,7 @@ from engine.planning.rank_layout import Companion
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
-from engine.training.base_encoding import fill_base
+from engine.training.base_encoding import fill_base, has_formats
 from engine.training.build import Training
 from engine.training.build_optimizer import host_places, weight_placement
 from engine.training.build_stages import build_stages
@@ -74,9 +75,12 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
     """
     source, live, trained, _ = live_sources(model_choice(config, folder), log)
     source.model.check_tokens()
+    base = config.model.base_dtype
+    if base == STORED and not has_formats(source):  # one in 16 bits may teach one in few
+        base = None
     own = replace(
         config,
-        model=replace(config.model, path=str(source.model.path), init="checkpoint"),
+        model=replace(config.model, path=str(source.model.path), init="checkpoint", base_dtype=base),
         trainable=(),
         lora=replace(config.lora, rank=0, init_from=None),
         train=replace(config.train, router_aux_loss_coef=0.0),

@@ -119,6 +119,11 @@ def check_base(
     )
 
 
+def has_formats(weights: WeightSource) -> bool:
+    """Returns whether a checkpoint has a weight in few bits that may stay as it is stored."""
+    return any(weights.format(name) is not None for name in weights.tensor_names())
+
+
 def _require_formats(weights: WeightSource) -> None:
     """Refuses a checkpoint that has no weight in a format.
 
@@ -131,7 +136,7 @@ def _require_formats(weights: WeightSource) -> None:
             f"model.base_dtype is stored and {weights.label} is partitioned, where all weights are numbers: give the "
             f"Hugging Face folder that it was made from, or {others}"
         )
-    if not any(weights.format(name) is not None for name in weights.tensor_names()):
+    if not has_formats(weights):
         raise UserError(f"model.base_dtype is stored, but {weights.label} has no weights in few bits: {others}")
 
 

@@ -11,6 +11,7 @@ from tests.support.few_bits import draw_in_few_bits
 from tests.support.rollout_runs import rollout_settings, stepped
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
+from tests.support.teachers import distilled_settings
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "one": {},
@@ -34,3 +35,15 @@ def test_samples_and_losses_are_those_on_the_decoded_base(layout: str, tmp_path:
         outcomes.append([stepped(settings, 3)] if one else spawn(stepped, world=2, args=(settings, 3), timeout=200))
     assert outcomes[0] == outcomes[1]
     assert len({step["loss"] for step in outcomes[0][0]}) == 3
+
+
+def test_teachers_have_the_formats_that_they_are_stored_in(tmp_path: Path) -> None:
+    """One in 16 bits beside a model in few keeps its own, and one in few bits teaches as it does when it is decoded."""
+    settings = distilled_settings(tmp_path, ("other",))
+    draw_in_few_bits(tmp_path / "model", "nvfp4")
+    stored = {**settings, "model.base_dtype": "stored"}
+    (plain,) = stepped(stored, 1)
+    draw_in_few_bits(tmp_path / "other", "fp8_channel")
+    teachers = [tmp_path / "other", tmp_path / "other" / "few" / "decoded"]
+    few, decoded = (stepped({**stored, "distillation.teachers": f"[{one}]"}, 1)[0] for one in teachers)
+    assert few["completions"] == decoded["completions"] and few["loss"] == decoded["loss"] != plain["loss"]

@@ -28,6 +28,12 @@ MULTIPLIED_AS_CODES: tuple[Encoded, ...] = ("fp8", "fp8_row")
 
 MERGED_DTYPES = ("stored", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int8")
 """Those in which a model can be merged while it trains, and a merged checkpoint written."""
+ExportDType = Literal["nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int8", "stored"]
+EXPORT_DTYPES: tuple[ExportDType, ...] = get_args(ExportDType)
+"""How an export stores the linears of a merged model; "stored" is as the base has them."""
+QuantMethod = Literal["compressed-tensors", "fp8"]
+QUANT_METHODS: tuple[QuantMethod, ...] = get_args(QuantMethod)
+"""Whose names such tensors have: config.json's quant_method."""
 
 Recompute = Literal["none", "selective", "attention", "full"]
 RECOMPUTE_LEVELS: tuple[Recompute, ...] = get_args(Recompute)

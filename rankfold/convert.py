@@ -24,7 +24,14 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, ENCODED, IMPLEMENTATIONS
+from engine.choices import (
+    ADAPTER_FORMS,
+    ADAPTER_READERS,
+    ENCODED,
+    EXPORT_DTYPES,
+    IMPLEMENTATIONS,
+    QUANT_METHODS,
+)
 from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.hub_push import add_push, check_push, push_of, upload
@@ -34,7 +41,11 @@ from engine.errors import UserError
 
 if TYPE_CHECKING:
     from engine.conversion.commands import Options
+    from engine.conversion.low_precision.export import LowOptions
 
+_OWN_VALIDATION = Path("validation")
+"""Stands for the run's own data.validation after --evaluate."""
+_LOW = ("quant_method", "calibrate", "evaluate")
 _TENSOR = {"parallel.tensor": "--tensor"}
 _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
 
@@ -164,6 +175,32 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "encoding rounded them, which is the model that was trained)",
     )
     parser.add_argument("--no-proof", action="store_true", help="do not compare logits with stock transformers or PEFT")
+    parser.add_argument(
+        "--dtype",
+        choices=EXPORT_DTYPES,
+        help="of a whole model: store the layers' linears in few bits, or (stored) as the base has them; default: "
+        "numbers of 16 or 32 bits, like the base's",
+    )
+    parser.add_argument(
+        "--quant-method",
+        choices=QUANT_METHODS,
+        help="with --dtype fp8_block: name tensors as compressed-tensors does (default), or as DeepSeek and Qwen do "
+        "(fp8)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=int,
+        metavar="N",
+        help="with --dtype, of a run: choose scales by the linears' inputs on the first N rows of its training data "
+        "(default: by the largest number of each block)",
+    )
+    parser.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="FILE",
+        help="with --dtype, of a run: say the loss before and after rounding, on these records; validation stands for "
+        "the run's own data.validation",
+    )
 
 
 def main() -> None:
@@ -238,5 +275,37 @@ def work_options(arguments: argparse.Namespace) -> Options:
             "fusing": arguments.fused,
             "proof": not arguments.no_proof,
             "stored_base": arguments.stored_base,
+            "low": _low_options(arguments),
         }
     return Options(overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model)
+
+
+def _low_options(arguments: argparse.Namespace) -> LowOptions | None:
+    """Returns the options of an export in few bits; None for one in numbers.
+
+    Raises:
+        UserError: options do not fit each other.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in _LOW if getattr(arguments, name) is not None]
+    if arguments.dtype is None:
+        if given:
+            raise UserError(f"{given[0]} is for an export in few bits: give --dtype too, or leave it out.")
+        return None
+    if arguments.dtype == "stored" and "--calibrate" in given:
+        raise UserError(
+            "--calibrate chooses scales, and --dtype stored keeps those of the base: leave one of them out."
+        )
+    if arguments.calibrate is not None and arguments.calibrate < 1:
+        raise UserError(f"--calibrate is {arguments.calibrate}, but at least 1 row is expected: use for example 128.")
+    from engine.conversion.low_precision.export import LowOptions
+    from engine.training.run_rows import RunRows
+
+    own = arguments.evaluate == _OWN_VALIDATION
+    return LowOptions(
+        dtype=arguments.dtype,
+        method=arguments.quant_method,
+        calibrate=arguments.calibrate or 0,
+        evaluates=arguments.evaluate is not None,
+        evaluation=None if own else arguments.evaluate,
+        reads=RunRows.recorded,
+    )

@@ -6,6 +6,7 @@ rankfold export RUN_DIR --push OWNER/NAME --private
 rankfold export RUN_DIR --step best --merged --out HF_DIR --push OWNER/NAME --revision v2
 rankfold export ADAPTER_DIR --push OWNER/NAME
 rankfold export ADAPTER_DIR --merged --base HF_DIR --out MERGED_DIR
+rankfold export RUN_DIR --merged --dtype nvfp4 --out HF_DIR
 
 If an upload is interrupted, the same command continues it. `rankfold convert export` and `rankfold convert merge` have
 the same options.
@@ -93,6 +94,8 @@ def _check(arguments: argparse.Namespace, push: Push | None) -> None:
             raise UserError(f"{source} is a model that transformers opens already: upload it with --push OWNER/NAME.")
     elif arguments.base_dtype is not None:
         raise UserError(f"--base-dtype is for a PEFT adapter, and {source} is none: leave it out.")
+    if arguments.dtype is not None and not arguments.merged:
+        raise UserError(f"--dtype {arguments.dtype} is for a whole model: add --merged, or leave it out.")
     if out is None and (push is None or arguments.merged):
         why = "a whole model is written to a folder before it is uploaded" if push else "nothing would be written"
         raise UserError(f"without --out {why}: give a folder to create.")

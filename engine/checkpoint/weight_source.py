@@ -121,6 +121,14 @@ class WeightSource(StoredTensors):
         """
         return {}
 
+    def exact_rows(self, name: str) -> Rows:
+        """Returns the rows of a tensor before they are rounded to its dtype, where they are computed."""
+        return self.rows(name)
+
+    def update_norm(self, name: str) -> float | None:
+        """Returns the Frobenius norm of what an adapter adds to a tensor; None without one."""
+        return None
+
     def outside_names(self) -> list[str]:
         """Returns the names, as stored, of tensors that are not the language model's."""
         raise NotImplementedError

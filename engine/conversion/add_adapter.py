@@ -150,6 +150,25 @@ class Rounding:
         return found
 
 
+class UpdatedRows(Rows):
+    """Rows of a weight with an update added, not rounded.
+
+    Args:
+        rows: the weight before the update.
+        update: added to it; None for nothing.
+    """
+
+    def __init__(self, rows: Rows, update: LowRank | StackedLowRank | Shift | None) -> None:
+        self._rows, self._update = rows, update
+
+    def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
+        first = 0
+        for rows in self._rows.blocks(scratch, dtype, block_bytes):
+            count = rows.shape[0]
+            yield rows if self._update is None else self._update.added_to(rows, first)
+            first += count
+
+
 class MergedRows(Content):
     """The content of a trained tensor: rows of the weight with the update added, rounded once.
 
@@ -192,14 +211,10 @@ class MergedRows(Content):
             yield raw_bytes(rounded)
 
     def _by_torch(self, scratch: Scratch) -> Iterator[memoryview]:
-        first = 0
-        for exact in self._rows.blocks(scratch, self._exact_dtype, _BLOCK_BYTES):
-            if self._update is not None:
-                self._update.added_to(exact, first)
+        for exact in UpdatedRows(self._rows, self._update).blocks(scratch, self._exact_dtype, _BLOCK_BYTES):
             shape = tuple(exact.shape)
             rounded = block_tensor(scratch, "rounded", self._dtype, shape).copy_(exact)
             self._rounding.add(exact, rounded, block_tensor(scratch, "error", self._exact_dtype, shape))
-            first += shape[0]
             yield raw_bytes(rounded)
 
     def facts(self) -> dict[str, Any]:

@@ -28,11 +28,13 @@ from engine.conversion.import_export import (
     DEFAULT_SHARD_BYTES,
     ConversionReport,
     Fusing,
+    Proof,
     Work,
     export_hf,
     import_checkpoint,
 )
 from engine.conversion.lora_scales import Scale
+from engine.conversion.low_precision.export import LowOptions, low_export
 from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale, require_known
 from engine.conversion.model_card import model_card
 from engine.conversion.peft_config import scores_texts
@@ -80,12 +82,14 @@ class Options(Work):
         fusing: see `export_hf`.
         proof: compare the logits of the export with the engine's.
         stored_base: merge into the base as it is stored, also where the adapter was trained beside an encoded one.
+        low: of a whole model: how to store its linears in few bits; None for numbers, like the base's.
     """
 
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     fusing: Fusing = "keep"
     proof: bool = True
     stored_base: bool = False
+    low: LowOptions | None = None
 
     def __post_init__(self) -> None:
         if self.max_shard_bytes <= 0:
@@ -169,6 +173,10 @@ def run_export(
         UserError: the options do not fit the kind of `source`.
     """
     log = Log()
+    if options.low is not None and form == "peft":
+        raise UserError(
+            f"--dtype {options.low.dtype} is for a whole model, and --format peft writes an adapter: leave it out."
+        )
     if base_name is not None and form == "hf":
         raise UserError("--base-name is written into an adapter, and --format hf writes a whole model: leave it out.")
     if form == "hf" and (adapter_form is not None or reader is not None):
@@ -217,7 +225,8 @@ def run_export(
     weights = _as_trained(trained.weights, base_dtype, values.tensor_names(), options, log)
     merged = MergedSource(trained.model, weights, values, scale=trained.scale)
     card = model_card(trained.model, training_facts(trained.checkpoint))
-    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer, card)
+    run_config = trained.checkpoint.run_config
+    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer, card, run_config)
 
 
 def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:
@@ -230,6 +239,8 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
         UserError: the adapter does not belong to the base.
     """
     log = Log()
+    if options.low is not None:
+        options.low.require_no_rows(adapter)
     weights: WeightSource = open_source(base)
     if scores_texts(adapter):
         weights = score_head().weights(weights, seed=0, padding_id=_padding_id(adapter, base))
@@ -274,7 +285,13 @@ def _export_weights(
     log: Log,
     tokenizer: TrainedTokenizer = BASES_OWN,
     card: str | None = None,
+    run_config: str | None = None,
 ) -> None:
+    proof: Proof | None = partial(prove_model, source=weights) if options.proof else None
+    low = None
+    if options.low is not None:
+        export = low_export(weights, options.low, run_config, log, proof=options.proof)
+        low, proof = export.low, export.check if export.has_checks else None
     with options.work(log, f"exporting {short_path(read)}", weights) as work:
         report = export_hf(
             weights,
@@ -283,9 +300,10 @@ def _export_weights(
             inputs=() if read == weights.model.path else (read,),
             fusing=options.fusing,
             work=work,
-            proof=partial(prove_model, source=weights) if options.proof else None,
+            proof=proof,
             tokenizer=tokenizer,
             card=card,
+            low=low,
         )
     _say(log, report)
 
@@ -295,6 +313,8 @@ def _export_base(source: Path, out: Path, form: str, has_run_options: bool, opti
         raise UserError(f"{source} is a base model without adapters: give a run, or use --format hf.")
     if has_run_options:
         raise UserError(f"{source} is a base model, and --merge, --base and --step are for runs: leave them out.")
+    if options.low is not None:
+        options.low.require_no_rows(source)
     _export_weights(open_source(source), source, out, options, log)
 
 

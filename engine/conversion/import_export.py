@@ -31,6 +31,8 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.checkpoint.weight_source import WeightSource
+from engine.conversion.add_adapter import write_rounding
+from engine.conversion.low_precision.linears import LowPrecision, unstacked
 from engine.conversion.model_card import CARD
 from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
@@ -124,7 +126,7 @@ def import_checkpoint(
     with _written(out, files, plan, inputs, total, work) as (staging, streamed):
         _refuse_not_finite(source, streamed, trained=())
         companions.copy_to(staging)
-        _write_changed_config(staging, source)
+        _write_changed_config(staging, source.changed_config)
         manifest = Manifest(
             kind="base",
             engine_version=ENGINE_VERSION,
@@ -155,9 +157,9 @@ def _written(
         yield staging, write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
 
 
-def _write_changed_config(folder: Path, source: WeightSource) -> None:
-    if source.changed_config is not None:
-        write_durably(folder / CONFIG, json.dumps(source.changed_config, indent=2, sort_keys=True) + "\n")
+def _write_changed_config(folder: Path, config: Mapping[str, Any] | None) -> None:
+    if config is not None:
+        write_durably(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _report(
@@ -267,6 +269,7 @@ def export_hf(
     proof: Proof | None = None,
     tokenizer: TrainedTokenizer = BASES_OWN,
     card: str | None = None,
+    low: LowPrecision | None = None,
 ) -> ConversionReport:
     """Writes a Hugging Face folder: the tensors under their family's names, config and tokenizer files beside them.
 
@@ -281,35 +284,49 @@ def export_hf(
         proof: tries the folder before it takes its name.
         tokenizer: of the training.
         card: text of README.md, in place of the base's.
+        low: how to store linears in few bits; None to store all tensors as the base does.
 
     Raises:
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
     """
     names = hf_names(source.model, fusing)
+    config = source.changed_config
     if names.pieces:
         parts, pieces = resolve(names.pieces)(source, names)
-    else:
+    elif low is None:
         parts = _hf_parts(source, names)
-        pieces = [_assembled(source, names, hf_name, members) for hf_name, members in parts.items()]
+        pieces = [
+            replace(_assembled(source, names, hf_name, members), order=order)
+            for order, (hf_name, members) in enumerate(parts.items())
+        ]
+    else:
+        names = unstacked(source.model, names)
+        parts, pieces, config = _in_few_bits(source, names, low)
     files = _planned_shards(source, pieces, max_shard_bytes, in_order=bool(names.pieces))
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
+    if low is not None:
+        plan["low_precision"] = dict(low.identity)
     companions = tokenizer.companions(source.model.companions(), with_model=True)
     total = sum(file.num_bytes for file in files)
     inputs = (source.model.path, *inputs)
     room = total + companions.num_bytes
     with _written(out, files, plan, inputs, room, work) as (staging, streamed):
         notes = [*source.notes, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
+        notes += [] if low is None else low.notes
         if len(files) > 1:
             _write_index(staging / INDEX, files, total)
         companions.copy_to(staging)
         tokenizer.write_template(staging)
         if card is not None:
             write_durably(staging / CARD, card)
-        _write_changed_config(staging, source)
+        _write_changed_config(staging, config)
         _check_names(staging, source, files)
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
-        rounding = source.write_report(staging, [written.facts for written in streamed.written.values()])
+        facts = [written.facts for written in streamed.written.values()]
+        rounding = source.write_report(staging, facts)
+        if low is not None and not rounding:
+            rounding = write_rounding(staging, facts, 0.0)
         if proof is not None:
             notes.append(proof(staging))
     report = _report(out, files, streamed, work, num_tensors=len(streamed.written))
@@ -355,7 +372,8 @@ def _planned_shards(
     source: WeightSource, pieces: list[Piece], max_shard_bytes: int, *, in_order: bool
 ) -> list[PlannedFile]:
     """Plans the files; `in_order` keeps the pieces' own order, else the files are written side by side."""
-    pieces = [*pieces, *(_outside_piece(source, name) for name in source.outside_names())]
+    beside = enumerate(source.outside_names(), 1 + max((piece.order for piece in pieces), default=0))
+    pieces = [*pieces, *(replace(_outside_piece(source, name), order=order) for order, name in beside)]
     shards: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
@@ -368,17 +386,47 @@ def _planned_shards(
     if len(shards) == 1:
         files = [SINGLE]
     metadata = {"format": "pt"}
+    if not in_order:
+        shards = _side_by_side(shards)
     return [
-        PlannedFile(
-            name=file,
-            pieces=tuple(
-                piece if in_order else replace(piece, order=place * len(shards) + index)
-                for place, piece in enumerate(shard)
-            ),
-            metadata=metadata,
-        )
-        for index, (file, shard) in enumerate(zip(files, shards, strict=True))
+        PlannedFile(name=file, pieces=tuple(shard), metadata=metadata)
+        for file, shard in zip(files, shards, strict=True)
     ]
+
+
+def _side_by_side(shards: list[list[Piece]]) -> list[list[Piece]]:
+    """Returns the pieces with orders by which all files grow together; those of one order keep a common one."""
+    orders: dict[int, int] = {}
+    for index, shard in enumerate(shards):
+        for place, piece in enumerate(shard):
+            orders.setdefault(piece.order, place * len(shards) + index)
+    return [[replace(piece, order=orders[piece.order]) for piece in shard] for shard in shards]
+
+
+def _in_few_bits(
+    source: WeightSource, names: NameMap, low: LowPrecision
+) -> tuple[dict[str, list[str]], list[Piece], dict[str, Any]]:
+    """Returns stored name -> logical tensors, the tensors to write, and config.json, where linears are rounded."""
+    parts: dict[str, list[str]] = {}
+    pieces: list[Piece] = []
+    ignored = {names.head}
+    for order, (hf_name, members) in enumerate(_hf_parts(source, names).items()):
+        if low.holds(members):
+            own = low.pieces(source, names, hf_name, members, order)
+        else:
+            own = [replace(_assembled(source, names, hf_name, members), order=order)]
+            if hf_name.endswith(".weight") and len(own[0].shape) > 1:
+                modules = (member.rpartition(".")[0] for member in members)
+                ignored.update(alias for module in modules for alias in names.aliases(module))
+        parts[own[0].key] = members
+        pieces.extend(own)
+    ignored.update(
+        name.removesuffix(".weight")
+        for name in source.outside_names()
+        if name.endswith(".weight") and source.read_outside(name).dim() > 1
+    )
+    config = source.changed_config or source.model.hf_config
+    return parts, pieces, low.full_config(config, sorted(ignored))
 
 
 def _assembled(source: WeightSource, names: NameMap, hf_name: str, members: list[str]) -> Piece:

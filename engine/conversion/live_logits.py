@@ -97,17 +97,10 @@ def live_logits(
         tokens_BS: int64 [B, S]; each row is a document.
         plan: the adapters.
     """
-    last = config.num_layers
-    if config.layers_stand_alone:
-        parts = [Part(first=0, last=0, embedding=True, head=False)]
-        parts += [Part(first=index, last=index + 1, embedding=False, head=False) for index in range(last)]
-        parts.append(Part(first=last, last=last, embedding=False, head=True))
-    else:
-        parts = [Part(first=0, last=last, embedding=True, head=True)]
     batch, step, x = _batch(tokens_BS), torch.zeros((), dtype=torch.int64), torch.empty(0)
     with torch.no_grad():
-        for part in parts:
-            model = _loaded(config, part, tensors, plan)
+        for part in parts_of(config):
+            model = loaded(config, part, tensors, plan)
             context = model.context(batch, step, training=False)
             x = model.embed(batch) if part.embedding else x
             x = model.run_layers(x, context) if part.last > part.first else x
@@ -115,7 +108,18 @@ def live_logits(
     return x[:, : config.vocab_size].float().view(*tokens_BS.shape, -1)
 
 
-def _loaded(config: DecoderConfig, part: Part, tensors: TensorReader, plan: TrainingPlan | None) -> Decoder:
+def parts_of(config: DecoderConfig) -> list[Part]:
+    """Returns the parts to be computed one after another, as small as the model allows."""
+    last = config.num_layers
+    if not config.layers_stand_alone:
+        return [Part(first=0, last=last, embedding=True, head=True)]
+    parts = [Part(first=0, last=0, embedding=True, head=False)]
+    parts += [Part(first=index, last=index + 1, embedding=False, head=False) for index in range(last)]
+    return [*parts, Part(first=last, last=last, embedding=False, head=True)]
+
+
+def loaded(config: DecoderConfig, part: Part, tensors: TensorReader, plan: TrainingPlan | None) -> Decoder:
+    """Returns a part of the model on the CPU in fp32, with its parameters."""
     device = torch.device("cpu")
     plan = plan or TrainingPlan()
     model = build_decoder(config, layout=TensorLayout(), plan=plan, device=device, dtype=torch.float32, part=part)

@@ -26,7 +26,7 @@ from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.untied import untied
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.config.lora import adapter_scale
-from engine.conversion.add_adapter import LowRank, MergedRows, Shift, StackedLowRank, write_rounding
+from engine.conversion.add_adapter import LowRank, MergedRows, Shift, StackedLowRank, UpdatedRows, write_rounding
 from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES
@@ -174,6 +174,17 @@ class MergedSource(WeightSource):
         is_stack = len(self._shapes[name]) == 3  # whose experts may be stored by themselves
         rows: Rows = self.base.rows(name) if source is self.base and not is_stack else ReadRows(source, name)
         return [MergedRows(name, rows, source.dtype(name), self.dtype(name), self._update(name))]
+
+    def exact_rows(self, name: str) -> Rows:
+        if self.base is not None and name not in self._full.union(self._fresh) and self._adapter_at(name) is None:
+            return self.base.exact_rows(name)
+        source: TensorReader = self if name in self._fresh else self.trained if name in self._full else self.base
+        rows: Rows = self.base.rows(name) if source is self.base else ReadRows(source, name)
+        return UpdatedRows(rows, self._update(name))
+
+    def update_norm(self, name: str) -> float | None:
+        update = self._update(name) if name not in self._full else None
+        return None if update is None else update.norm()
 
     def _adapter_at(self, name: str) -> str | None:
         """Returns the module whose adapter changes the tensor `name`, a weight or a bias."""

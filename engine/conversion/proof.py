@@ -50,7 +50,7 @@ layers.
 
 _LONGEST_REASON = 200
 """Letters of what PEFT says; it prints whole modules."""
-_NEEDS_IMAGES = "logits not compared: the model's layers attend to images, and the proof is text"
+NEEDS_IMAGES = "logits not compared: the model's layers attend to images, and the proof is text"
 
 
 class Live(NamedTuple):
@@ -70,6 +70,14 @@ def live_model(config: DecoderConfig, base: TensorReader | None, trained: Tensor
     return Live(config, Overlay(trained, base), adapter_plan(trained, scale))
 
 
+def live_of(source: WeightSource) -> Live:
+    """Returns the live model whose weights a source has, with adapters beside them where it merges."""
+    if isinstance(source, MergedSource):
+        # without a base all parameters are trained but those that never train, which the source knows
+        return live_model(source.model.decoder, source.base or source, source.trained, source.scale)
+    return Live(source.model.decoder, source, TrainingPlan())
+
+
 def prove_model(folder: Path, source: WeightSource) -> str:
     """Compares a Hugging Face folder with the live model.
 
@@ -84,30 +92,27 @@ def prove_model(folder: Path, source: WeightSource) -> str:
         UserError: tensors are missing or unexpected to transformers, or logits differ.
     """
     if source.model.decoder.needs_images:
-        return _NEEDS_IMAGES
-    live = Live(source.model.decoder, source, TrainingPlan())
-    if isinstance(source, MergedSource):
-        # without a base all parameters are trained but those that never train, which the source knows
-        live = live_model(source.model.decoder, source.base or source, source.trained, source.scale)
+        return NEEDS_IMAGES
+    live = live_of(source)
     tokens = proof_tokens(live.config.vocab_size)
     expected = live.logits(tokens)
     written = open_source(folder, source.model.implementation)
-    if (obstacle := _obstacle(folder, written.model)) is None:
-        found, reader = _stock_logits(folder, live.config, _widest(written), tokens), "transformers"
+    if (obstacle := obstacle_to(folder, written.model)) is None:
+        found, reader = stock_logits(folder, live.config, widest(written), tokens), "transformers"
     else:
         found, reader = live_logits(written.model.decoder, written, tokens), f"the engine ({obstacle})"
     limit = SAME
     if isinstance(source, MergedSource):
-        limit = _ROUNDED.get(_widest(written), SAME)
+        limit = _ROUNDED.get(widest(written), SAME)
         _check_adapter_is_in(found, expected, source, tokens, limit)
-    difference = _difference(found, expected)
+    difference = largest_difference(found, expected)
     if not difference <= limit:
         raise UserError(
             f"the export gives logits that differ from the live model's by {difference:.1e} of the largest "
             f"(expected at most {limit:.0e}), read by {reader}, so nothing was exported: report this with the model's "
             "config.json."
         )
-    return _agreement(live.config, tokens, reader, difference)
+    return agreement(live.config, tokens, reader, difference)
 
 
 def prove_adapter(
@@ -120,12 +125,12 @@ def prove_adapter(
     """
     model = base.model
     if model.decoder.needs_images:
-        return _NEEDS_IMAGES
+        return NEEDS_IMAGES
     if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         return f"logits not compared: {missing[0]} is not installed"
     if model.manifest is not None and model.hf_path == model.path:
         return "logits not compared: the Hugging Face folder of the base is gone"
-    if (obstacle := _obstacle(model.hf_path, model)) is not None:
+    if (obstacle := obstacle_to(model.hf_path, model)) is not None:
         return f"logits not compared: {obstacle}"
     live = live_model(model.decoder, base, trained, scale)
     tokens = proof_tokens(model.decoder.vocab_size)
@@ -134,19 +139,20 @@ def prove_adapter(
         again = live_model(model.decoder, base, written, written.scale)
         found, reader = again.logits(tokens), f"the engine (not PEFT: {unread})"
     else:
-        found = _stock_logits(model.hf_path, model.decoder, _widest(base), tokens, adapter=folder)
+        found = stock_logits(model.hf_path, model.decoder, widest(base), tokens, adapter=folder)
         reader = "PEFT"
-    difference = _difference(found, live.logits(tokens))
+    difference = largest_difference(found, live.logits(tokens))
     if not difference <= SAME:
         raise UserError(
             f"with this adapter {reader} gives logits that differ from the live model's by {difference:.1e} of the "
             f"largest, at most {SAME:.0e} was expected, so nothing was exported: report this with the base's "
             "config.json."
         )
-    return _agreement(model.decoder, tokens, reader, difference)
+    return agreement(model.decoder, tokens, reader, difference)
 
 
-def _agreement(decoder: DecoderConfig, tokens: Tensor, reader: str, difference: float) -> str:
+def agreement(decoder: DecoderConfig, tokens: Tensor, reader: str, difference: float) -> str:
+    """Returns the sentence on logits that agree."""
     without = ", without images" if decoder.sees_images else ""
     return f"checked with {reader}: logits of {tokens.numel()} tokens agree to {difference:.1e} of the largest{without}"
 
@@ -156,25 +162,26 @@ def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, toke
     if source.base is None or not source.changed_names():
         return
     before = live_logits(source.base.model.decoder, source.base, tokens)
-    effect = _difference(before, live)
-    if effect > 2 * limit and _difference(found, live) > effect / 2:
+    effect = largest_difference(before, live)
+    if effect > 2 * limit and largest_difference(found, live) > effect / 2:
         raise UserError(
             f"the export is nearer to the base than to the live model (training changed logits by {effect:.1e} "
             "of the largest), so nothing was exported: report this with the model's config.json."
         )
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def largest_difference(found: Tensor, expected: Tensor) -> float:
     """Returns the largest difference over the largest expected value; NaN where a value is not finite."""
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def _widest(source: TensorReader) -> torch.dtype:
+def widest(source: TensorReader) -> torch.dtype:
+    """Returns the widest dtype of a source's tensors."""
     dtypes = {source.dtype(name) for name in source.tensor_names()}
     return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
 
 
-def _obstacle(folder: Path, model: ModelFolder) -> str | None:
+def obstacle_to(folder: Path, model: ModelFolder) -> str | None:
     """Returns why stock transformers cannot read a folder, or None."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
@@ -190,22 +197,32 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
     return None
 
 
-def _stock_logits(
-    folder: Path, decoder: DecoderConfig, dtype: torch.dtype, tokens: Tensor, adapter: Path | None = None
+def stock_logits(
+    folder: Path,
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    adapter: Path | None = None,
+    quantization: Any = None,
 ) -> Tensor:
     """Returns fp32 [B, S, V] logits by transformers, with the adapter loaded by PEFT.
 
     Args:
         decoder: of the model in the folder.
+        quantization: transformers' option on how to read encoded weights.
 
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
     """
     auto = _stock_class(folder, decoder)
     brings_head = adapter is not None and decoder.scores  # which the base may not have
-    with _quiet():
+    with _quiet(), warnings.catch_warnings():
+        # that it takes how to read from here, and how tensors are stored from config.json
+        warnings.filterwarnings("ignore", "You passed `quantization_config`", UserWarning)
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
         options = {"dtype": dtype, "attn_implementation": "eager", **({"num_labels": 1} if brings_head else {})}
+        if quantization is not None:
+            options["quantization_config"] = quantization
         model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
         if brings_head:
             info["missing_keys"] = set(info["missing_keys"]) - {"score.weight"}

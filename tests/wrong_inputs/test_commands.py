@@ -17,6 +17,7 @@ from tests.wrong_inputs.workplace import Workplace, check_refused, run_here
 MODEL, ADAPTER, OUT, TRAIN = "{model}", "{adapter}", "{out}", "{train}"
 MEMORY = ("memory", "--model", MODEL, "--seq-length", 64)
 
+HF = ("export", "--source", MODEL, "--out", OUT, "--format", "hf")
 CONVERT: list[tuple[tuple[Any, ...], str]] = [
     (("import", "--source", "nowhere", "--out", OUT), "nowhere is not a folder"),
     (("import", "--source", ADAPTER, "--out", OUT), "has no config.json"),
@@ -34,6 +35,15 @@ CONVERT: list[tuple[tuple[Any, ...], str]] = [
     (("export", "--source", MODEL, "--out", OUT, "--format", "hf", "--merge"), "--merge, --base and --step are for"),
     (("export", "--source", MODEL, "--out", OUT, "--format", "hf", "--max-shard-gb", 0), "gives 0 bytes"),
     (("export", "--source", MODEL, "--out", OUT, "--format", "hf", "--max-shard-gb", "nan"), "--max-shard-gb is nan"),
+    ((*HF, "--calibrate", 4), "--calibrate is for an export in few bits: give --dtype too"),
+    ((*HF, "--quant-method", "fp8"), "--quant-method is for an export in few bits: give --dtype too"),
+    ((*HF, "--dtype", "int8", "--calibrate", 0), "--calibrate is 0, but at least 1 row"),
+    ((*HF, "--dtype", "int8", "--calibrate", 4), "--calibrate reads the data of a run, and"),
+    ((*HF, "--dtype", "int8", "--evaluate", TRAIN), "--evaluate reads the data of a run, and"),
+    ((*HF, "--dtype", "stored", "--calibrate", 4), "--dtype stored keeps those of the base"),
+    ((*HF, "--dtype", "int8", "--quant-method", "fp8"), "--quant-method fp8 is DeepSeek's way to store fp8_block"),
+    ((*HF, "--dtype", "nvfp5"), "--dtype is 'nvfp5'"),
+    (("export", "--source", MODEL, "--out", OUT, "--format", "peft", "--dtype", "int4"), "--dtype int4 is for a whole"),
     (("merge", "--base", MODEL, "--adapter", "nowhere", "--out", OUT), "nowhere has no adapter_config.json"),
     (("merge", "--base", ADAPTER, "--adapter", ADAPTER, "--out", OUT), "has no config.json"),
     (("inspect", "nowhere"), "nowhere is not a folder"),

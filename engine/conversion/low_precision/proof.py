@@ -1,0 +1,92 @@
+"""Proves exports in few bits by their readers: stock transformers decodes the folder, by compressed-tensors where that
+wrote such names first, and its logits are compared with those of the weights as the engine decodes them.
+
+That leaves what rounding did to the model, which is told and not judged.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.weight_source import WeightSource
+from engine.conversion.live_logits import live_logits, proof_tokens
+from engine.conversion.low_precision.linears import LowPrecision
+from engine.conversion.low_precision.spellings import COMPRESSED_TENSORS
+from engine.conversion.proof import (
+    NEEDS_IMAGES,
+    SAME,
+    agreement,
+    largest_difference,
+    live_of,
+    obstacle_to,
+    stock_logits,
+    widest,
+)
+from engine.errors import UserError
+
+_UNREAD_EXPERTS = {
+    "nvfp4": "transformers leaves their tensors' scales out where experts are in NVFP4",
+    "fp8_block": "transformers has no blocks of experts in compressed-tensors' FP8",
+    "mxfp8": "transformers has no blocks of experts in compressed-tensors' FP8",
+    "int8": "transformers does not read experts in int8",
+}
+"""Formats of compressed-tensors in which stock transformers does not read a mixture's experts; vLLM does."""
+
+
+def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
+    """Compares a folder in few bits with the engine's decoding of it.
+
+    Args:
+        folder: the export.
+        source: its origin.
+        low: how its linears are stored.
+
+    Returns:
+        One sentence: the comparison, or why there is none, and how far rounding moved the logits.
+
+    Raises:
+        UserError: tensors are missing or unexpected to transformers, or logits differ.
+    """
+    if source.model.decoder.needs_images:
+        return NEEDS_IMAGES
+    written = open_source(folder, source.model.implementation)
+    decoder = written.model.decoder
+    tokens = proof_tokens(decoder.vocab_size)
+    decoded = live_logits(decoder, written, tokens)
+    moved = largest_difference(decoded, live_of(source).logits(tokens))
+    rounding = f"rounding to {low.dtype} moves logits by {moved:.1e} of the largest"
+    obstacle = _missing_package(low) or _experts(low, source) or obstacle_to(folder, written.model)
+    if obstacle is not None:
+        return f"logits not compared with a stock reader's: {obstacle}; {rounding}"
+    found = stock_logits(folder, decoder, widest(written), tokens, quantization=_decoding(low))
+    difference = largest_difference(found, decoded)
+    if not difference <= SAME:
+        raise UserError(
+            f"transformers reads logits from the export that differ from those of its decoded weights by "
+            f"{difference:.1e} of the largest (expected at most {SAME:.0e}), so nothing was exported: report this with "
+            "the model's config.json."
+        )
+    return f"{agreement(decoder, tokens, 'transformers, decoding', difference)}; {rounding}"
+
+
+def _missing_package(low: LowPrecision) -> str | None:
+    needed = ["transformers", *(["compressed_tensors"] if low.method == COMPRESSED_TENSORS else [])]
+    missing = [name for name in needed if find_spec(name) is None]
+    return f"{missing[0].replace('_', '-')} is not installed" if missing else None
+
+
+def _experts(low: LowPrecision, source: WeightSource) -> str | None:
+    if not source.model.decoder.num_experts or low.method != COMPRESSED_TENSORS:
+        return None
+    return _UNREAD_EXPERTS.get(low.dtype)
+
+
+def _decoding(low: LowPrecision) -> Any:
+    """Returns transformers' option by which it decodes all weights as it reads them."""
+    from transformers import CompressedTensorsConfig, FineGrainedFP8Config
+
+    decoding = CompressedTensorsConfig if low.method == COMPRESSED_TENSORS else FineGrainedFP8Config
+    return decoding(dequantize=True)

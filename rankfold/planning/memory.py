@@ -26,7 +26,8 @@ STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
     "model.kernels": "--kernels", "data.seq_length": "--seq-length", "train.micro_batch_size": "--micro-batch",
     "train.global_batch_size": "--global-batch", "lora.rank": "--rank", "lora.dropout": "--dropout",
-    "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
+    "lora.targets": "--targets", "lora.merge_aware": "--merge-aware", "trainable": "--trainable",
+    "objective.name": "--objective",
     "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
     "memory.cuda_graph": "--cuda-graph", "rollout.slots": "--slots", "rollout.num_generations": "--num-generations",
 }  # fmt: skip
@@ -127,6 +128,11 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--global-batch", type=int, metavar="ROWS", help="rows in a step (default: 8, or one per GPU)")
     work.add_argument("--rank", type=int, metavar="R", help="LoRA rank (default 16, or 0 with --trainable '*')")
     work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="LoRA dropout (default 0)")
+    work.add_argument(
+        "--merge-aware",
+        action="store_true",
+        help="merge adapters before each product and round as the base's format does, as lora.merge_aware",
+    )
     work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
     work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")
     work.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="precision of training (default bfloat16)")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.model_folder import open_model
-from engine.choices import RECOMPUTE_LEVELS, STORED
+from engine.choices import MERGED_DTYPES, RECOMPUTE_LEVELS, STORED
 from engine.config.data import DataOptions
 from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
@@ -105,6 +105,11 @@ def ask(arguments: argparse.Namespace) -> Answer:
         raise UserError(
             f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "
             "GiB and a reserve from 0 to below 100 percent."
+        )
+    if arguments.merge_aware and arguments.base_dtype not in MERGED_DTYPES:
+        raise UserError(
+            f"--merge-aware is given and --base-dtype is {arguments.base_dtype or 'not'}, but only weights in few bits "
+            f"are merged while they train: give --base-dtype as one of {listed(MERGED_DTYPES)}."
         )
     document, row = arguments.document_length, arguments.seq_length
     if document is not None and not 1 <= document <= row:
@@ -326,6 +331,7 @@ def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...]
         lora=LoraOptions(
             rank=rank,
             dropout=arguments.dropout,
+            merge_aware=arguments.merge_aware,
             targets=_names(arguments.targets) or linears,
         ),
         data=DataOptions(seq_length=arguments.seq_length, packing=graph != "none"),  # which graphs need

@@ -59,7 +59,8 @@ def report(answer: Answer, *, top: int) -> str:
 
 def _question(answer: Answer) -> str:
     config, decoder = answer.config, answer.workload.decoder
-    trained = f"LoRA rank {config.lora.rank}" if config.lora.rank else ""
+    merged = ", merge-aware" if config.lora.merge_aware else ""
+    trained = f"LoRA rank {config.lora.rank}{merged}" if config.lora.rank else ""
     if config.trainable:
         trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
     return (
@@ -288,7 +289,12 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
         "model": {"path": path, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
         "parallel": _changed(best.layout.parallel, ParallelOptions(), ("tensor", "pipeline", "context")),
         "memory": _changed(memory_options(best), MemoryOptions(), ("recompute",)),
-        "lora": {"rank": config.lora.rank, "dropout": config.lora.dropout, "targets": list(config.lora.targets)},
+        "lora": {
+            "rank": config.lora.rank,
+            "dropout": config.lora.dropout,
+            **({"merge_aware": True} if config.lora.merge_aware else {}),
+            "targets": list(config.lora.targets),
+        },
         "trainable": list(config.trainable),
         "data": {"seq_length": config.data.seq_length},
         "train": {

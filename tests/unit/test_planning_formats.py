@@ -28,7 +28,7 @@ from engine.planning.traces import rank_model
 from engine.training.module_plan import training_plan
 from rankfold.planning import memory
 from rankfold.planning.memory_examples import LLAMA_2_70B
-from rankfold.planning.memory_question import answer_for
+from rankfold.planning.memory_question import answer_for, ask
 from rankfold.planning.memory_report import report
 from tests.unit.test_planning_experts import MIXTURE
 from tests.unit.test_planning_search import SMALL, _config, _workload
@@ -167,11 +167,10 @@ def test_formats_of_a_config(name: str) -> None:
 
 def test_weights_as_large_as_the_published_checkpoint() -> None:
     """60.8 GiB, as its model card says (arXiv 2508.10925, table 1)."""
-    config = _config(model=ModelOptions(path="m", dtype="bfloat16", base_dtype="stored"))
-    answer = answer_for(GPT_OSS, config, devices=1, gpu_memory=141, reserve=10)
-    (best, *_) = answer.found.fitting
-    assert f"{best.estimate.static[WEIGHTS] / 2**30:.1f}" == "60.8"
-    assert ", base stored (mxfp4)\n" in report(answer, top=1)
+    family, _ = family_of(GPT_OSS)
+    formats = stored_formats("stored", GPT_OSS, family.names)
+    (found,) = predict_static(replace(_workload(GPT_OSS, _config()), base_dtype="stored", stored=formats), Layout())
+    assert f"{found.static[WEIGHTS] / 2**30:.1f}" == "60.8"
 
 
 def test_a_config_without_formats_is_refused() -> None:
@@ -197,3 +196,45 @@ def test_drawn_weights_are_not_stored(option: str, tmp_path: Path) -> None:
     memory.add_arguments(parser)
     with pytest.raises(UserError, match=f"{option} draws weights"):
         memory.run(parser.parse_args(given))
+
+
+def test_merging_adds_the_adapters_to_what_decoding_reads() -> None:
+    """Of down_proj: A and B beside the codes, and the sum of 16 products for each number, a product and an addition
+    each as long as both fused."""
+    workload = _in("nvfp4", lora=LoraOptions(rank=16, merge_aware=True))
+    found = kernel_times(workload, Layout(), MemoryPlan(), H200)
+    assert not any(one.launch.name == "decode" for one in found)
+    rows, columns = 8192, 28_672
+    numbers = rows * columns
+    nbytes = numbers // 2 + numbers // 16 + 4 * rows + 2 * 16 * (rows + columns) + 2 * numbers
+    downs = [one for one in found if one.launch.name == "merge and decode" and one.launch.nbytes == nbytes]
+    assert [(*one.part, one.count) for one in downs] == [("layers", "forward", 640), ("layers", "backward", 640)]
+    assert {one.launch.flops for one in downs} == {4.0 * 16 * numbers}
+    (each,) = {one.seconds / one.count for one in downs}
+    assert each == pytest.approx(4 * 16 * numbers / (0.6 * 67e12), rel=0.01)  # of the data sheet's 67 TFLOP/s
+    (estimate,) = predict_static(workload, Layout())
+    assert estimate.static[DECODED] == 2 * 57_344 * 8192  # no columns of folded adapters
+
+
+def _asked(folder: Path, *given: str) -> argparse.Namespace:
+    """On a model whose linears are stored in FP8 blocks."""
+    model = folder / "config.json"
+    model.write_text(json.dumps(CONFIGS["fp8"][0]), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    return parser.parse_args(["--model", str(model), "--seq-length", "512", "--recompute", "selective", *given])
+
+
+def test_an_answer_names_the_formats_and_merging(tmp_path: Path) -> None:
+    stored = _asked(tmp_path, "--base-dtype", "stored")
+    plain, merged = ask(stored), ask(argparse.Namespace(**{**vars(stored), "merge_aware": True}))
+    assert ", LoRA rank 16, bfloat16, base stored (fp8_block)\n" in report(plain, top=1)
+    told = report(merged, top=1)
+    assert ", LoRA rank 16, merge-aware, bfloat16, base stored (fp8_block)\n" in told
+    assert "\n  base_dtype: stored\n" in told and "\n  merge_aware: true\n" in told
+
+
+@pytest.mark.parametrize("base", [[], ["--base-dtype", "nf4"]])
+def test_merging_needs_a_format(base: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="only weights in few bits are merged while they train: give --base-dtype as"):
+        ask(_asked(tmp_path, "--merge-aware", *base))

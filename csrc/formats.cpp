@@ -27,10 +27,10 @@ void decode(int threads, const Matrix& of, T* out, int64_t ld_out) {
 EXPORT void engine_block_decode(int threads, int type, int64_t rows, int64_t columns, int code_type,
                                 const uint8_t* codes, int64_t ld_codes, int scale_type, const void* scales,
                                 int64_t ld_scales, int64_t joint, int64_t granule, int64_t group,
-                                const float* tensor_scale, const uint8_t* zeros, int64_t ld_zeros, void* out,
-                                int64_t ld_out) {
-    const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,  ld_scales,
-                                joint, granule, group, tensor_scale, zeros,      ld_zeros};
+                                const float* tensor_scale, const uint8_t* zeros, int64_t ld_zeros, int keeps_scales,
+                                void* out, int64_t ld_out) {
+    const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,   ld_scales,
+                                joint, granule, group, tensor_scale, zeros,      ld_zeros, keeps_scales != 0};
     simd::with_type(type, [&](auto zero) {
         using T = decltype(zero);
         formats::with_codes(code_type, [&](auto kind) {

@@ -20,8 +20,8 @@ typedef uint64_t Long __attribute__((vector_size(LANES * 4)));
 
 // As engine/kernels/native/formats.py numbers them.
 enum Codes { E2M1, INT4, E4M3, INT8 };
-// fp32, or bf16 and fp16 that come here as fp32; e4m3 that the tensor's scale multiplies or divides; exponents of 2, the
-// largest with which a block's numbers reach the upper codes, or the smallest with which none is beyond them.
+// fp32, or bf16 and fp16 that come here as fp32; e4m3 that the tensor's scale multiplies or divides; exponents of 2, of
+// which a block gets the largest with which its numbers reach the upper codes, or the smallest with which all have one.
 enum Scales { SINGLE, BRAIN, HALF, TIMES_TENSOR, OVER_TENSOR, EXPONENT, EXPONENT_ABOVE };
 
 // Rows of codes with their scales. Distances between rows are in elements, which are bytes for codes.
@@ -36,6 +36,7 @@ struct Matrix {
     const float* tensor_scale;      // one a row; null where there is none
     const uint8_t* zeros;           // one to a scale; null where there are none
     int64_t ld_zeros;
+    bool keeps_scales;  // whatever the new numbers are, if they are finite
 
     int64_t groups() const { return common::ceil_div(columns, group); }
 };

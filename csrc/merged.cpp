@@ -3,6 +3,8 @@
 //
 // A strip of rows at a time, whose old and new numbers stay in the cache. A number's products are added one after
 // another, each rounded before it is added and after; a block of numbers that share a scale is then rounded as a whole.
+#include <cfloat>
+
 #include "formats.h"
 
 namespace formats {
@@ -236,8 +238,9 @@ Choice fresh(const Matrix& of, int64_t row, const Block& block) {
 }
 
 // Numbers / scale go to `quotients` [rows, padded columns]. Says whether each has a code under its scale, or is the old
-// number. scales: one a row.
-bool divide(const Block& block, const float* scales, Reach reach, float* quotients) {
+// number; or, where scales are kept, is finite. scales: one a row.
+bool divide(const Block& block, const float* scales, Reach reach, bool keeps_scales, float* quotients) {
+    if (keeps_scales) reach = {-FLT_MAX, FLT_MAX};
     const int64_t ld = padded(block.columns);
     Int fits = {};
     fits = ~fits;
@@ -247,7 +250,8 @@ bool divide(const Block& block, const float* scales, Reach reach, float* quotien
             const Float old = simd::load_up_to(block.old + i * block.ld + c, block.columns - c);
             const Float quotient = sum / scales[i];
             simd::store(quotients + i * ld + c, quotient);
-            fits &= (sum == old) | ((quotient >= reach.lowest) & (quotient <= reach.highest));
+            const Float tested = keeps_scales ? sum : quotient;
+            fits &= (sum == old) | ((tested >= reach.lowest) & (tested <= reach.highest));
         }
     return in_all_lanes(fits);
 }
@@ -268,7 +272,7 @@ void round_changed(const Matrix& of, int64_t row, const Block& block, T* out, in
 template <int CODES, class T>
 void round_block(const Matrix& of, int64_t row, const Block& block, const float* scales, int zero, float* quotients,
                  T* out, int64_t ld_out) {
-    if (!divide(block, scales, Reach::of<CODES>(zero), quotients)) {
+    if (!divide(block, scales, Reach::of<CODES>(zero), of.keeps_scales, quotients)) {
         round_changed<CODES>(of, row, block, out, ld_out);
         return;
     }
@@ -337,7 +341,7 @@ private:
         for (int64_t i = 0; i < rows; ++i)
             decode_row<CODES>(of_, row + i, scales + i / of_.granule * groups_, first_group, columns, old + i * ld_);
         add_product(factors_, row, column, old, sums, ld_, rows, columns);
-        if (of_.joint == 1 && columns % of_.group == 0) {
+        if (of_.joint == 1 && !of_.keeps_scales && columns % of_.group == 0) {
             if (of_.group == LANES) return round_rows<1>(row, rows, column, columns, old, sums, scales);
             if (of_.group == 2 * LANES) return round_rows<2>(row, rows, column, columns, old, sums, scales);
             if (of_.group == 4 * LANES) return round_rows<4>(row, rows, column, columns, old, sums, scales);
@@ -395,11 +399,11 @@ private:
 EXPORT void engine_merged_decode(int threads, int type, int64_t rows, int64_t columns, int code_type,
                                  const uint8_t* codes, int64_t ld_codes, int scale_type, const void* scales,
                                  int64_t ld_scales, int64_t joint, int64_t granule, int64_t group,
-                                 const float* tensor_scale, const uint8_t* zeros, int64_t ld_zeros, int factor_type,
-                                 int64_t rank, const void* b, int64_t ld_b, const void* a, int64_t ld_a, float scale,
-                                 void* out, int64_t ld_out) {
-    const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,  ld_scales,
-                                joint, granule, group, tensor_scale, zeros,      ld_zeros};
+                                 const float* tensor_scale, const uint8_t* zeros, int64_t ld_zeros, int keeps_scales,
+                                 int factor_type, int64_t rank, const void* b, int64_t ld_b, const void* a,
+                                 int64_t ld_a, float scale, void* out, int64_t ld_out) {
+    const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,   ld_scales,
+                                joint, granule, group, tensor_scale, zeros,      ld_zeros, keeps_scales != 0};
     const int64_t ld = formats::odd_lines(columns);
     float *wide_a = common::scratch<5>(rank * ld), *wide_b = common::scratch<6>(rows * rank);
     std::fill(wide_a, wide_a + rank * ld, 0.0f);

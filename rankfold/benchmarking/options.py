@@ -309,7 +309,9 @@ class KernelOptions(SectionOptions):
     Every contestant's result is compared with one in float64 before anything is timed.
     """
 
-    PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4", "fla")
+    PEERS: ClassVar[tuple[str, ...]] = (
+        "torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4", "fla", "compressed-tensors", "torchao",
+    )  # fmt: skip
     GROUPS: ClassVar[tuple[str, ...]] = (
         "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention",
         "quantize", "frozen", "states", "product",

@@ -50,6 +50,8 @@ _PACKAGES = {
     "flash-attn": ("flash_attn", "flash_attn.flash_attn_interface"),
     "flash-attn-4": ("flash_attn", "flash_attn.cute"),
     "fla": ("fla", "fla.ops.gated_delta_rule"),
+    "compressed-tensors": ("compressed_tensors", "compressed_tensors.compressors"),
+    "torchao": ("torchao", "torchao.prototype.mx_formats.nvfp4_tensor"),
 }
 """Peer -> its package, and the others that must be importable."""
 _ON_GPU_ONLY = ("liger", "quack", "flash-attn", "flash-attn-4", "fla")

@@ -24,6 +24,7 @@ KINDS = {
     **SPELLINGS,
     "fp8_block exponents cut": replace(FORMATS["fp8_block"], scale_dtype=torch.uint8, granule=64),
     "int4 half zeros": replace(FORMATS["int4"], group=20, has_zero_points=True, scale_dtype=torch.float16),
+    "int8 of a matrix": replace(FORMATS["int8"], keeps_scales=True, scale_dtype=torch.bfloat16),
     "int4 single": replace(FORMATS["int4"], group=7, scale_dtype=torch.float32),
 }
 """Groups of no whole vectors, and ones that begin inside a byte, among them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels import reference_formats
 from engine.kernels.formats import Format, part_shapes
-from engine.kernels.native.arguments import DTYPES, matrix, optional_vector, pointer, threads, type_number
+from engine.kernels.native.arguments import DTYPES, matrix, optional_vector, threads, type_number
 from engine.kernels.native.loader import library
 
 _E2M1, _INT4, _E4M3, _INT8 = range(4)
@@ -63,6 +63,7 @@ def _arguments(of: Format, parts: Mapping[str, Tensor], out: Tensor) -> tuple[tu
         of.group or max(columns, 1),
         optional_vector(tensor_scale, rows),
         *((None, 0) if zeros is None else matrix(zeros, dtype=torch.uint8)),
+        of.keeps_scales,
     )
     return arguments, [scales] if tensor_scale is None else [scales, tensor_scale]
 

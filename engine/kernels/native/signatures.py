@@ -24,9 +24,9 @@ _DELTA = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, c_float, c_int, *_HEADS * 3, *
 
 _SSD = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, *_HEADS * 3, *_POINTER * 3]
 """Pieces, sizes, c, b, x, dt, a, d."""
-_ENCODED = [c_int, *_MATRIX, c_int, *_MATRIX, *_SIZE * 3, *_POINTER, *_MATRIX]
+_ENCODED = [c_int, *_MATRIX, c_int, *_MATRIX, *_SIZE * 3, *_POINTER, *_MATRIX, c_int]
 """Codes with their kind; scales with theirs, rows that share them, rows to a row of them, columns to one; the tensor's
-scale; zero points."""
+scale; zero points; whether scales are kept."""
 _CONV = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 2, c_int]
 """Pieces, sizes, whether there is a silu."""
 

@@ -11,6 +11,7 @@ from rankfold.benchmarking.case import Case
 from rankfold.benchmarking.kernels import (
     attention,
     dropout,
+    formats,
     frozen,
     head_norm,
     loss,
@@ -38,7 +39,7 @@ GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "head": ("Frozen head and loss", loss.HEAD_CASES),
     "optimizer": ("AdamW", optimizer.CASES),
     "attention": ("Causal attention", attention.CASES),
-    "quantize": ("Quantised weights and operands", quantize.CASES),
+    "quantize": ("Quantised weights and operands", {**quantize.CASES, **formats.CASES}),
     "frozen": ("Frozen products on a CPU", frozen.CASES),
     "states": ("Layers with states", states.CASES),
     "product": ("Frozen product and adapters: which way is faster", product.CASES),

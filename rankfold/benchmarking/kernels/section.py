@@ -90,7 +90,10 @@ def _report(
             *speeds,
             "On a CPU an op's operands may be in its caches; then it exceeds the limit, which is memory's.",
         )
-    packages = ("triton", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-4", "transformers")
+    packages = (
+        "triton", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-4", "transformers", "compressed-tensors",
+        "torchao",
+    )  # fmt: skip
     return Report(
         title=f"Ops of a step: {options.tokens} tokens, hidden {options.hidden}, MLP {options.intermediate}, "
         f"vocabulary {options.vocab}, rank {options.rank}, {options.dtype}",

@@ -1,0 +1,158 @@
+"""Cases of weights in the formats that vendors ship: decoding them for a product, with an adapter in them or without.
+
+The weight is the MLP's, [intermediate, hidden]. The peers are the libraries that write such checkpoints, by the
+functions with which they read them; some of those write bf16 whatever the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference_formats
+from engine.kernels.formats import FORMATS
+from engine.ops.quantized_backends import choose_quantized
+from engine.quantization.encoding import encoding
+from rankfold.benchmarking.case import LIMITS, TORCH, Case, Contestant, Results, calling
+from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels.setting import Setting
+
+COMPRESSED, TORCHAO = "compressed-tensors", "torchao"
+
+_COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+    ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+    ),
+    "fp8_block": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    ),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}),
+}
+"""Format -> its name for compressed-tensors, and the arguments that describe it."""
+
+
+def _weight(setting: Setting) -> Tensor:
+    return setting.draws("weight in few bits").normal(
+        setting.options.intermediate, setting.options.hidden, scale=0.02, dtype=torch.float32
+    )
+
+
+def _engines(setting: Setting, function: str) -> dict[str, Callable[..., None]]:
+    """Returns the function of plain torch, and those of the backends that have one of their own."""
+    found = {TORCH: getattr(reference_formats, function)}
+    for name in setting.backends:
+        own = getattr(choose_quantized(name, setting.device).arithmetic, function)
+        if own is not found[TORCH]:
+            found[name] = own
+    return found
+
+
+def _writing(function: Callable[..., None], *arguments: object, out: Tensor) -> Contestant:
+    def run() -> Results:
+        function(*arguments, out)
+        return (out,)
+
+    return Contestant(run=run)
+
+
+def _exact(function: Callable[..., None], *arguments: object, like: Tensor) -> Results:
+    out = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    function(*arguments, out)
+    return (out.double(),)
+
+
+def _by_compressed_tensors(name: str, parts: dict[str, Tensor], columns: int) -> Contestant:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    kind, arguments = _COMPRESSED[name]
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
+    packed, rows = name in ("nvfp4", "mxfp4", "int4"), len(parts["codes"])
+    stored = {"weight_packed" if packed else "weight": parts["codes"], "weight_scale": parts["scales"]}
+    if name == "nvfp4":
+        stored["weight_global_scale"] = 1 / parts["tensor_scale"][:1]  # it divides there
+    if name == "int4":
+        stored |= {"weight_packed": parts["codes"].view(torch.int32), "weight_shape": torch.tensor([rows, columns])}
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    return calling(lambda: compressor.decompress(dict(stored), scheme)["weight"])
+
+
+def _by_torchao(name: str, parts: dict[str, Tensor], dtype: torch.dtype) -> Contestant:
+    import torchao.prototype.mx_formats.mx_tensor
+    import torchao.prototype.mx_formats.nvfp4_tensor
+
+    formats: ModuleType = torchao.prototype.mx_formats
+    if name == "nvfp4":
+        scale = parts["tensor_scale"][0]
+        whole = formats.nvfp4_tensor.NVFP4Tensor(parts["codes"], parts["scales"], 16, dtype, per_tensor_scale=scale)
+        return calling(whole.dequantize, dtype)
+    elements = torch.float4_e2m1fn_x2 if name == "mxfp4" else torch.float8_e4m3fn
+    scales = parts["scales"].view(torch.float8_e8m0fnu)
+    return calling(formats.mx_tensor.to_dtype, parts["codes"], scales, elements, 32, dtype)
+
+
+def decode(setting: Setting, *, name: str) -> Case:
+    """Returns the case of decoding a weight."""
+    of, weight = FORMATS[name], _weight(setting)
+    parts = encoding(of).encode(weight)
+    out = weight.to(setting.dtype)
+    contestants = {
+        who: _writing(function, of, parts, out=torch.empty_like(out))
+        for who, function in _engines(setting, "block_decode").items()
+    }
+    whole_groups = weight.shape[1] % 128 == 0  # the peers know no others
+    if COMPRESSED in setting.peers and whole_groups:
+        contestants[COMPRESSED] = _by_compressed_tensors(name, parts, weight.shape[1])
+    if TORCHAO in setting.peers and whole_groups and name in ("nvfp4", "mxfp4", "mxfp8"):
+        contestants[TORCHAO] = _by_torchao(name, parts, setting.dtype)
+    return Case(
+        size=f"{weight.shape[0]}x{weight.shape[1]}",
+        demand=Demand(moved=sum(part.nbytes for part in parts.values()) + out.nbytes),
+        contestants=contestants,
+        answer=lambda: _exact(reference_formats.block_decode, of, parts, like=weight),
+        limit=LIMITS[torch.bfloat16] if COMPRESSED in contestants else None,
+    )
+
+
+def merged(setting: Setting, *, name: str) -> Case:
+    """Returns the case of decoding a weight with an adapter in it, as merge-aware training does before a product."""
+    of, weight, rank = FORMATS[name], _weight(setting), setting.options.rank
+    parts, draws = encoding(of).encode(weight), setting.draws("adapter in a weight")
+    b, a = draws.normal(weight.shape[0], rank, scale=1e-3), draws.normal(rank, weight.shape[1])
+    out = weight.to(setting.dtype)
+    return Case(
+        size=f"{weight.shape[0]}x{weight.shape[1]}, rank {rank}",
+        demand=Demand(moved=sum(part.nbytes for part in (*parts.values(), b, a, out))),
+        contestants={
+            who: _writing(function, of, parts, b, a, 1.0, out=torch.empty_like(out))
+            for who, function in _engines(setting, "merged_decode").items()
+        },
+        answer=lambda: _exact(reference_formats.merged_decode, of, parts, b, a, 1.0, like=weight),
+    )
+
+
+_TITLES = {
+    "nvfp4": "NVFP4",
+    "mxfp4": "MXFP4",
+    "mxfp8": "MXFP8",
+    "fp8_block": "FP8 blocks",
+    "int4": "INT4",
+    "fp8_channel": "FP8 channels",
+}
+
+CASES = {
+    **{f"{_TITLES[name]} decode": partial(decode, name=name) for name in _COMPRESSED},
+    **{f"{title} decode with an adapter": partial(merged, name=name) for name, title in _TITLES.items()},
+}

@@ -116,6 +116,7 @@ def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
         ("query and key norm, RoPE, backward", "triton"),
         ("LoRA dH and dB of q, k, v", "triton"),
         ("SwiGLU and FP8 codes", "triton"),
+        ("fp8_block merged, rank 16", "triton"),
         ("LoRA H", "triton"),
     }
     assert expected <= found

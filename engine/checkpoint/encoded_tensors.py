@@ -72,7 +72,8 @@ class EncodedTensors:
         self._encoded: dict[str, _Encoded] = {}
         self._sorted: set[str] = set()
         self.unread: list[str] = []
-        """Names of stored tensors that numbers do not depend on: scales of activations and of a key-value cache."""
+        """Names of stored tensors that no number depends on: scales of activations and of a key-value cache, and biases
+        and zero points that are all 0."""
         if encoding is not None:
             stored = set(self._files.names())
             for found in self._find(encoding, stored):
@@ -96,6 +97,15 @@ class EncodedTensors:
     def encoded_names(self) -> list[str]:
         """Returns the names of all tensors in few bits."""
         return list(self._encoded)
+
+    def drop_empty_bias(self, name: str) -> bool:
+        """Returns whether a tensor is a bias of zeros beside a matrix in few bits, as GPTQ's linears have one whatever
+        the model has; it is then one of `unread`."""
+        module = name.removesuffix(".bias")
+        if module == name or not self.is_encoded(f"{module}.weight") or bool(self._files.view(name).any()):
+            return False
+        self.unread.append(name)
+        return True
 
     def spelling(self, name: str) -> Spelling:
         """Returns the spelling of a tensor in few bits."""
@@ -145,8 +155,8 @@ class EncodedTensors:
             return None
         dtype = str(self.decoded_dtype).removeprefix("torch.")
         decoded = f", decoded to {dtype} as they are read (model.base_dtype stored keeps them encoded)"
-        scales = counted(len(self.unread), "scale")
-        unread = f"; {scales} of activations or the cache not read: {listed(self.unread, most=2)}"
+        tensors = counted(len(self.unread), "tensor")
+        unread = f"; {tensors} of no effect not read: {listed(self.unread, most=2)}"
         return f"note: {self._stored_in()}{decoded if decodes else ''}{unread if self.unread else ''}"
 
     def _stored_in(self) -> str:

@@ -257,6 +257,7 @@ class HfSource(WeightSource):
             )
         if self.has_tied_head:
             wanted.add(f"{names.head}.weight")
+        stored -= {name for name in sorted(stored - wanted) if self._tensors.drop_empty_bias(name)}
         unknown = sorted(name for name in stored - wanted if names.is_unused(name) or not is_buffer(name))
         beside = (names.body, f"{names.head}.")
         outside = [name for name in unknown if names.is_unused(name) or (nested and not name.startswith(beside))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from engine.distributed.sharding import Piece, ShardSpec, runs_spec, split_spec
 from engine.errors import UserError
 from engine.kernels.formats import Format, part_shapes
 from engine.kernels.reference_formats import block_decode
-from tests.support.shipped_models import compressed_model
+from tests.support.shipped_models import compressed_model, rewritten
 from tests.support.sweeps import sampled
 
 PRESETS = (
@@ -165,7 +166,10 @@ MIXED = {
 def test_groups_are_matched_as_compressed_tensors_matches_them(tmp_path: Path) -> None:
     """By pattern before class, whatever their order; what is ignored and the head are numbers."""
     ignored = ["lm_head", "model.layers.1.mlp.down_proj"]
-    compressed_model(tmp_path, "qwen3", dict(reversed(MIXED.items())), ignored)
+    compressed_model(tmp_path, "qwen3", MIXED, ignored)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    groups = dict(reversed(written["config_groups"].items()))
+    rewritten(tmp_path, lambda tensors: None, quantization_config={**written, "config_groups": groups})
     source = open_source(tmp_path)
     names = {name: getattr(source.format(name), "name", "") for name in source.tensor_names()}
     assert names["layers.1.attention.q_proj.weight"] == "fp8_block" and names["lm_head.weight"] == ""

@@ -135,6 +135,37 @@ def test_awq(tmp_path: Path) -> None:
     assert_numbers(tmp_path, replaced(tmp_path, "llama fused", awq, config))
 
 
+def static_fp8(ending: str) -> Any:
+    """FP8 with a scalar beside the weight, as Mistral (`weight_scale_inv`) and vLLM's quantiser store it."""
+
+    def make(rows: int, columns: int) -> Any:
+        stored, numbers = fp8(rows, columns)
+        return {
+            ".weight": stored[".weight"],
+            ending: stored[".weight_scale"],
+            ".activation_scale": torch.ones(()),
+        }, numbers
+
+    return make
+
+
+@pytest.mark.parametrize("ending", [".weight_scale", ".weight_scale_inv"])
+def test_fp8_without_blocks(ending: str, tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    assert_numbers(tmp_path, replaced(tmp_path, "qwen3", static_fp8(ending), config))
+
+
+def test_biases_of_zeros_that_gptq_adds_are_named(tmp_path: Path) -> None:
+    """Its packed linears have one each; one that is no zeros is a tensor that nothing reads."""
+    config, bias = {"quant_method": "gptq", "bits": 4, "group_size": 32}, "model.layers.1.mlp.up_proj.bias"
+    replaced(tmp_path, "qwen3", lambda o, i: gptq(o, i, group=32, v2=False, sym=True), config)
+    rewritten(tmp_path, lambda tensors: tensors.update({bias: torch.zeros(256)}))
+    assert f"1 tensor of no effect not read: {bias}" in (open_source(tmp_path).encoding_note(decodes=False) or "")
+    rewritten(tmp_path, lambda tensors: tensors.update({bias: torch.ones(256)}))
+    with pytest.raises(UserError, match=f"has {bias}, which a qwen3 model"):
+        open_source(tmp_path)
+
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
@@ -168,7 +199,7 @@ def test_modelopt_by_its_own_file(make: Any, tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithm}))
     assert_numbers(tmp_path, numbers)
     note = open_source(tmp_path).encoding_note(decodes=True) or ""
-    assert "15 scales of activations or the cache not read: model.layers.0.mlp.down_proj.input_scale" in note
+    assert "15 tensors of no effect not read: model.layers.0.mlp.down_proj.input_scale" in note
     assert "hf_quant_config.json" not in [file.name for file in open_source(tmp_path).model.companions().files]
 
 

@@ -1,0 +1,161 @@
+"""Merge-aware runs on a checkpoint in few bits: what is trained, evaluated and sampled is one model, whose weights are
+merged here and read as any other's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.api import Session, load_model
+from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.run.training_state import open_run
+from engine.config.load import load_config
+from engine.distributed.sharding import replicated_spec
+from engine.kernels.reference_formats import merged_decode
+from engine.rollouts.batch_parts import Completions
+from engine.training.trainer import train
+from tests.support.commands import losses, options, run_tool
+from tests.support.few_bits import NVFP4, compressed, draw_in_few_bits, group, in_few_bits
+from tests.support.rollout_runs import prepared, rollout_settings
+from tests.support.shared_data import write_plays
+from tests.support.sweeps import sampled
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+MIXED = compressed(
+    "mixed-precision",
+    {**NVFP4, "targets": ["re:.*self_attn.*"], "format": "nvfp4-pack-quantized"},
+    group(["re:.*mlp.*"], "float", 8, "channel", format="float-quantized"),
+)
+"""Blocks of 16 in attention alone: MLPs are 172 wide."""
+SCALE = 8.0
+PROMPTS = ["Once upon a time", "The king"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path) -> Path:
+    """The small trained Llama in two formats, in `hf`, and their numbers in `decoded`."""
+    folder = tmp_path_factory.mktemp("models")
+    in_few_bits(stories_dir, folder, MIXED)
+    for file in stories_dir.glob("tokenizer*"):
+        shutil.copy(file, folder / "hf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, models: Path, data_dir: Path) -> dict[str, Any]:
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 20000)
+    return {
+        "model.path": models / "hf", "model.base_dtype": "stored", "data.train": text, "data.seq_length": 64,
+        "data.packing": "true", "data.validation_split": 0.05, "train.steps": STEPS, "train.micro_batch_size": 2,
+        "train.global_batch_size": 4, "train.eval_every": STEPS, "optim.lr": 1e-2, "lora.rank": 4,
+        "lora.alpha": 4 * SCALE, "lora.merge_aware": "true", "log.every": 1, "checkpoint.every": 3,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(load_config(options({**settings, "checkpoint.dir": folder})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(run: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model of the merged numbers."""
+    folder = tmp_path_factory.mktemp("merged")
+    shutil.copytree(models / "hf", folder, dirs_exist_ok=True)
+    shutil.copy(models / "decoded" / "config.json", folder)
+    source, trained = open_source(models / "hf"), open_run(run).trained()
+    weights, changed = load_file(models / "decoded" / "model.safetensors"), 0
+    for stored, numbers in weights.items():
+        name = stored.removeprefix("model.").replace("self_attn", "attention")
+        of = source.format(name) if name in source.tensor_names() else None
+        if of is None:
+            continue
+        parts = source.read_parts(name, replicated_spec(tuple(numbers.shape), rank=0, size=1, grad_reduce=()), of)
+        a, b = (trained.read_whole(f"{name.removesuffix('.weight')}.lora_{leaf}") for leaf in "AB")
+        before = numbers.clone()
+        merged_decode(of, parts, b, a, SCALE, numbers)
+        changed += bool((before != numbers).any())
+    assert changed == 35
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _evaluation(run: Path) -> float:
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return next(record["eval_loss"] for record in records if record.get("eval_loss") and record["step"] == STEPS)
+
+
+def test_the_evaluation_is_that_of_the_merged_model(
+    run: Path, merged: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {**settings, "model.path": merged, "model.base_dtype": "null", "lora.merge_aware": "false"}
+    with Session(load_config(options({**given, "checkpoint.dir": tmp_path / "run"}))) as session:
+        assert session.evaluate().loss == pytest.approx(_evaluation(run), rel=1e-6)
+
+
+def test_texts_and_scores_are_those_of_the_merged_model(run: Path, merged: Path) -> None:
+    found = []
+    pairs = [(PROMPTS[0], " there was a king."), (PROMPTS[1], " is dead, my lord.")]
+    for choice in ({"adapter": run, "base_dtype": "stored"}, {"model": merged}, {"adapter": run}):
+        with load_model(**choice) as model:
+            texts = model.generate(PROMPTS, max_new_tokens=12, temperature=0)
+            found.append((texts, [score.logp for score in model.score(pairs)]))
+    (texts, scores), (expected, theirs), (_, unrounded) = found
+    assert texts == expected and scores == pytest.approx(theirs, rel=1e-5)
+    assert unrounded != pytest.approx(theirs, rel=1e-3), "rounding changes nothing"
+
+
+@pytest.mark.parametrize("layout", sampled(["one", "pp2", "dp2, parameters"], ["one"]))
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+    layout: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    more = {"one": {}, "pp2": {"parallel.pipeline": 2}, "dp2, parameters": {"parallel.shard": "parameters"}}[layout]
+    for name, again in (("whole", {}), ("rest", {"checkpoint.resume": tmp_path / "whole/checkpoints/step_00000003"})):
+        asked = options({**settings, **more, **again, "checkpoint.dir": tmp_path / name})
+        if layout == "one":
+            train(load_config(asked))
+        else:
+            run_tool("pretrain_lora", *asked, ranks=2)
+    whole, rest = (open_run(tmp_path / name).trained() for name in ("whole", "rest"))
+    assert all(torch.equal(whole.read_whole(name), rest.read_whole(name)) for name in whole.tensor_names())
+    before = losses(tmp_path / "whole")
+    assert losses(tmp_path / "rest") == {step: loss for step, loss in before.items() if step > 3}
+
+
+def _gaps(settings: dict[str, object], steps: int) -> Iterator[float]:
+    """Yields how far each step's log-probabilities of sampled tokens are from those by the model that trains."""
+    with ExitStack() as opened:
+        run = prepared(settings, opened)
+        for number, rows in enumerate(run.source.stream(0, 0, steps)):
+            gap, count = 0.0, 0
+            for batch in rows.batches:
+                completions = batch.part(Completions)
+                assert completions is not None
+                with torch.no_grad():
+                    computed = -run.training.parts[0](batch, torch.tensor(number), training=False).flatten()
+                sampled_logps = completions.sampled_logps_BS.flatten()
+                is_target = sampled_logps != 0
+                count += int(is_target.sum())
+                gap = max(gap, float((computed - sampled_logps)[is_target].abs().max()))
+            assert count > 100
+            yield gap
+            run.training.step(rows.batches, rows.targets, run.step_plan.rate(number))
+
+
+def test_rollouts_sample_from_the_merged_model(tmp_path: Path) -> None:
+    given = rollout_settings(tmp_path, model__init="checkpoint", lora__merge_aware="true", model__base_dtype="stored")
+    draw_in_few_bits(tmp_path / "model", "nvfp4")
+    gaps = list(_gaps(given, 3))
+    assert len(gaps) == 3 and max(gaps) < 1e-5

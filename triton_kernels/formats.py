@@ -212,9 +212,12 @@ def _quotient(number_OBC, scale_OB, stored_OB, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _outside(base, number, quotient, zeros_OB, CODE: tl.constexpr):
-    """Returns [O, B] with 1 where a block has a number that is new and whose code would lie beyond the largest."""
-    if CODE == "e2m1":
+def _outside(base, number, quotient, zeros_OB, CODE: tl.constexpr, KEEPS: tl.constexpr):
+    """Returns [O, B] with 1 where a block has a number that is new and whose code would lie beyond the largest; where
+    scales are kept, one that is not finite."""
+    if KEEPS:
+        inside = magnitude_bits(number) < 0x7F800000
+    elif CODE == "e2m1":
         inside = (quotient >= -7.0) & (quotient <= 7.0)
     elif CODE == "e4m3":
         inside = (quotient >= -464.0) & (quotient <= 464.0)
@@ -376,7 +379,7 @@ def _merged_tile_kernel(
     quotient = _quotient(number, scale_OB, stored_OB, SCALE)
     value = nearest_values(quotient, zeros_OB[:, :, None], CODE) * scale_OB[:, :, None]
     value = tl.where(base == number, base, value)
-    outside_OB = _outside(base, number, quotient, zeros_OB, CODE)
+    outside_OB = _outside(base, number, quotient, zeros_OB, CODE, False)
     if tl.max(outside_OB) > 0:
         tensor_scale_OB = scale_OB
         if SCALE == "e4m3":
@@ -412,6 +415,7 @@ def _merged_walk_kernel(
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
     SHARED: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Merges blocks that share their scales with other rows, or with all columns, which a program takes in steps.
 
@@ -448,7 +452,7 @@ def _merged_walk_kernel(
         value = tl.where((base == number) & (changed_OB == 0)[:, :, None], base, value)
         _store(out_ptr, out_stride, rows_O, ok_O, here_B, num_columns, value, COLUMNS)
         if step < num_steps:
-            outside_OB = tl.maximum(outside_OB, _outside(base, number, quotient, zeros_OB, CODE))
+            outside_OB = tl.maximum(outside_OB, _outside(base, number, quotient, zeros_OB, CODE, KEEPS))
             magnitude_OB = tl.maximum(magnitude_OB, tl.max(magnitude_bits(number), 2))
             if ZEROS:
                 lowest_OB = tl.minimum(lowest_OB, tl.min(number, 2))
@@ -572,4 +576,6 @@ def merged_decode(
         span, steps, programs = of.rows, ceil_div(min(of.rows, rows), _HEIGHT), ceil_div(columns, width)
     else:
         span, steps, programs = _HEIGHT, ceil_div(columns, width), 1
-    _merged_walk_kernel[(ceil_div(rows, span), programs)](*given, steps, **options, SPAN=span, SHARED=shared)
+    _merged_walk_kernel[(ceil_div(rows, span), programs)](
+        *given, steps, **options, SPAN=span, SHARED=shared, KEEPS=of.keeps_scales
+    )

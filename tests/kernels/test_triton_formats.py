@@ -23,6 +23,7 @@ VARIANTS = {
     "fp8_block bf16": replace(FORMATS["fp8_block"], scale_dtype=torch.bfloat16),
     "fp8_block stacked": replace(FORMATS["fp8_block"], granule=32),
     "fp8_channel bf16": replace(FORMATS["fp8_channel"], scale_dtype=torch.bfloat16),
+    "fp8_channel one": replace(FORMATS["fp8_channel"], keeps_scales=True),
     "int4 with zeros": replace(FORMATS["int4"], group=32, has_zero_points=True, scale_dtype=torch.float16),
     "int4 by row": replace(FORMATS["int4"], group=0),
     "int4 by row with zeros": replace(FORMATS["int4"], group=0, has_zero_points=True),

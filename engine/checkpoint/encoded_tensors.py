@@ -71,6 +71,7 @@ class EncodedTensors:
         self.folder, self.encoding = folder, encoding
         self._encoded: dict[str, _Encoded] = {}
         self._sorted: set[str] = set()
+        self._spellings: dict[Spelling, Spelling] = {}
         self.unread: list[str] = []
         """Names of stored tensors that no number depends on: scales of activations and of a key-value cache, and biases
         and zero points that are all 0."""
@@ -241,7 +242,8 @@ class EncodedTensors:
         shapes = {ending: self._files.shape(name) for ending, name in names.items()}
         experts = 0 if spelling.weight else shapes[spelling.layouts[0].ending][0]
         dtypes = {ending: self._files.dtype(name) for ending, name in names.items()}
-        return _Encoded(module, spelling.known(dtypes, shapes), self._shape(module, spelling), experts)
+        known = spelling.known(dtypes, shapes)
+        return _Encoded(module, self._spellings.setdefault(known, known), self._shape(module, spelling), experts)
 
     def _shape(self, module: str, spelling: Spelling) -> tuple[int, int]:
         names = {one.ending: f"{module}{one.ending}" for one in spelling.layouts}

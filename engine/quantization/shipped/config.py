@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from engine.errors import UserError
@@ -116,33 +116,34 @@ def _compressed_tensors(config: Entries) -> list[Rule]:
         inner = config.mapping(key)
         if inner.raw and inner.get("format") != "dense" and (key == "sparsity_config" or inner.get("config_groups")):
             raise config.wrong(key, "none")
-    left = Rule(fits=_named(config.texts("ignore")), spelling=None)
+    left = Rule(fits=_any_target(config.texts("ignore")), spelling=None)
     groups = config.mapping("config_groups", needed=True)
     rules: list[tuple[int, Rule]] = []
     for name in groups.raw:
         group = groups.mapping(name, needed=True)
         spelling = scheme_spelling(group, config.get("format"))
-        # a name counts before a pattern, and that before a class, as compressed-tensors orders them
-        for target in group.texts("targets"):
-            order = 1 if target.startswith("re:") else 2 if "." not in target and target[:1].isupper() else 0
-            rules.append((order, Rule(fits=_target(target), spelling=spelling)))
+        rules += [(order, Rule(fits=fits, spelling=spelling)) for order, fits in _targets(group.texts("targets"))]
     return [left, *(rule for _, rule in sorted(rules, key=lambda one: one[0]))]
 
 
-def _target(target: str) -> Callable[[str], bool]:
-    """Returns whether a target of compressed-tensors is a module's."""
-    if target.startswith("re:"):
-        pattern = _pattern(target.removeprefix("re:"))
-        return lambda module: pattern.match(module) is not None
-    if target == "Linear":
-        return _is_linear
-    if target == "Embedding":
-        return lambda module: not _is_linear(module)
-    return lambda module: module == target
+def _targets(texts: Sequence[str]) -> list[tuple[int, Callable[[str], bool]]]:
+    """Returns which modules targets of compressed-tensors mean, each with its place in the order in which they count:
+    a name before a pattern, and that before a class."""
+    patterns = [_pattern(text.removeprefix("re:")) for text in texts if text.startswith("re:")]
+    names = frozenset(text for text in texts if not text.startswith("re:"))
+    found: list[tuple[int, Callable[[str], bool]]] = [
+        (0, names.__contains__),
+        (1, lambda module: any(pattern.match(module) for pattern in patterns)),
+    ]
+    if "Linear" in names:
+        found.append((2, _is_linear))
+    if "Embedding" in names:
+        found.append((2, lambda module: not _is_linear(module)))
+    return found
 
 
-def _named(targets: Sequence[str]) -> Callable[[str], bool]:
-    each = [_target(target) for target in targets]
+def _any_target(texts: Sequence[str]) -> Callable[[str], bool]:
+    each = [fits for _, fits in _targets(texts)]
     return lambda module: any(fits(module) for fits in each)
 
 
@@ -161,32 +162,54 @@ def _modelopt(config: Entries) -> list[Rule]:
     algorithm = inside.get("quant_algo")
     if algorithm is None:  # of keys and values alone
         return []
-    patterns = [*inside.texts("exclude_modules"), *inside.texts("ignore")]
-    left = Rule(fits=lambda module: any(_is_excluded(module, pattern) for pattern in patterns), spelling=None)
+    left = Rule(fits=_excluded([*inside.texts("exclude_modules"), *inside.texts("ignore")]), spelling=None)
     if str(algorithm).upper() != "MIXED_PRECISION":
         return [left, Rule(fits=_is_linear, spelling=_modelopt_spelling(inside))]
     layers = inside.mapping("quantized_layers")
     if layers.raw:
-        each = {name: _modelopt_spelling(layers.mapping(name, needed=True)) for name in layers.raw}
-        return [left, *(Rule(fits=_below(name), spelling=one) for name, one in each.items())]
+        each: dict[Spelling, list[str]] = {}
+        for name in layers.raw:
+            each.setdefault(_modelopt_spelling(layers.mapping(name, needed=True)), []).append(name)
+        return [left, *(Rule(fits=_below(names), spelling=one) for one, names in each.items())]
     groups = inside.mapping("config_groups", needed=True)
     rules = [left]
     for name in groups.raw:
         group = groups.mapping(name, needed=True)
-        fits = _named(group.texts("targets"))
+        fits = _any_target(group.texts("targets"))
         weights = group.mapping("weights", needed=True)
         four = weights.get("num_bits") == 4
         rules.append(Rule(fits=fits, spelling=_of_modelopt("NVFP4" if four else "FP8", weights)))
     return rules
 
 
-def _is_excluded(module: str, pattern: str) -> bool:
-    """Returns whether ModelOpt leaves a module out: by wildcard, or, in older files, by a part of its name."""
-    return fnmatchcase(module, pattern) or ("*" not in pattern and f".{pattern}." in f".{module}.")
+def _excluded(texts: Sequence[str]) -> Callable[[str], bool]:
+    """Returns which modules ModelOpt leaves out: by wildcard, or, in older files, by a part of the name."""
+    wildcards = [re.compile(translate(text)) for text in texts if "*" in text or "?" in text]
+    inside = _inside(texts)
+    return lambda module: inside(module) or any(wildcard.match(module) for wildcard in wildcards)
 
 
-def _below(name: str) -> Callable[[str], bool]:
-    return lambda module: module == name or module.startswith(f"{name}.")
+def _below(names: Sequence[str]) -> Callable[[str], bool]:
+    """Returns which modules are among these, or below one of them."""
+    known = frozenset(names)
+
+    def fits(module: str) -> bool:
+        parts = module.split(".")
+        return any(".".join(parts[:end]) in known for end in range(len(parts), 0, -1))
+
+    return fits
+
+
+def _inside(names: Sequence[str]) -> Callable[[str], bool]:
+    """Returns which modules have one of these in their name, from dot to dot."""
+    known = frozenset(names)
+
+    def fits(module: str) -> bool:
+        parts = module.split(".")
+        ends = range(1, len(parts) + 1)
+        return any(".".join(parts[start:end]) in known for end in ends for start in range(end))
+
+    return fits
 
 
 def _modelopt_spelling(entry: Entries) -> Spelling:
@@ -284,11 +307,4 @@ def _skipped(config: Entries, otherwise: tuple[str, ...]) -> Rule:
     """Returns the rule of modules that are left as they were; `otherwise` where the config does not say."""
     keys = ("modules_to_not_convert", "ignored_layers")
     key = next((key for key in keys if config.get(key) is not None), None)
-    names = otherwise if key is None else tuple(config.texts(key))
-
-    def fits(module: str) -> bool:
-        return any(module.endswith(name) or f"{module}.".startswith(f"{name}.") for name in names) or any(
-            f".{name}." in f".{module}." for name in names
-        )
-
-    return Rule(fits=fits, spelling=None)
+    return Rule(fits=_inside(otherwise if key is None else config.texts(key)), spelling=None)

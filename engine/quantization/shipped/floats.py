@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -73,7 +74,7 @@ class Floats(Spelling):
         """Columns in one index of the codes."""
         return (2 if self.kind.name in ("nvfp4", "mxfp4") else 1) * self.last
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         code = {"nvfp4": torch.uint8, "mxfp4": torch.uint8, "int8": torch.int8}.get(self.kind.name, torch.float8_e4m3fn)
         if self.kind.name == "nvfp4":

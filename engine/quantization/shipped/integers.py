@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -178,7 +179,7 @@ class PackedIntegers(Integers):
     def column_step(self) -> int:
         return self.per_word
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         group, step = self.columns_of_group, self.per_word
         found = [
@@ -251,7 +252,7 @@ class Gptq(Integers):
             )
         return super().format
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         group, step = self.columns_of_group, self.per_word
         return (
@@ -319,7 +320,7 @@ class Awq(Integers):
     def scales(self) -> str:
         return ".scales"
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         group = self.columns_of_group
         return (

@@ -298,6 +298,8 @@ def _check_whole_scales(entry: EncodedEntry) -> None:
             f"lora.merge_aware is true and {name} is stored as {entry.encoding.name}, a format that no merged "
             "checkpoint is written in: use another model.base_dtype, or set lora.merge_aware to false."
         )
+    if format.keeps_scales:
+        return
     if spec.dim == 1 and not format.group and spec.local_shape != spec.global_shape:
         raise UserError(
             f"lora.merge_aware is true and {name} is stored as {format.name}, with one scale for a row of "

@@ -17,7 +17,7 @@ from engine.config.lora import LoraOptions
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.kernels.formats import FORMATS
+from engine.kernels.formats import FORMATS, Format
 from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded, merged_names
 from engine.layers.module import shard_entries
@@ -226,9 +226,9 @@ def test_a_scale_whose_numbers_lie_on_several_ranks_is_refused() -> None:
     """Merged, a block may need a new scale, which no rank could know alone."""
     wide = replace(CONFIG, head_dim=32)
 
-    def build(base: str, adapters: str, *, merges: bool = True) -> list[str]:
+    def build(base: str | Format, adapters: str, *, merges: bool = True) -> list[str]:
         plan = replace(CASE, adapters=adapters, merge_aware=merges).plan()
-        return merged_names(meta_model(wide, tensor_size=2, plan=plan, base=BaseEncoding.named(base)))
+        return merged_names(meta_model(wide, tensor_size=2, plan=plan, base=BaseEncoding(formats=lambda _: base)))
 
     message = _refusal(lambda: build("int8", EVERY_LINEAR))
     assert "layers.0.attention.o_proj is stored as int8, with one scale for a row of 256 input features" in message
@@ -239,6 +239,8 @@ def test_a_scale_whose_numbers_lie_on_several_ranks_is_refused() -> None:
     assert "with one scale for 128 output features, but parallel.tensor 2 cuts its 64 into 32 a rank" in message
     assert len(build("fp8_block", r".*(q|o|gate|up|down)_proj")) == 5
     assert len(build("nvfp4", EVERY_LINEAR)) == 7
+    one_scale = replace(FORMATS["fp8_channel"], keeps_scales=True)
+    assert len(build(one_scale, EVERY_LINEAR)) == 7
     assert not build("int8", EVERY_LINEAR, merges=False) and not build("fp8_block", EVERY_LINEAR, merges=False)
 
 

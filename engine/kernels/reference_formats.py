@@ -7,6 +7,12 @@ A number is `code * scale`. Of NVFP4 the scale is the block's times, or divided 
 powers of 2, and the largest of them, 255, is no number. Codes are the nearest of the grid to `number / scale`, halves
 to the even one, within the largest code; e2m1 and e4m3 keep a number's sign where they round it to zero.
 
+Where packages differ from one another: 255 is NaN in the OCP specification and torchao, and 2^128 in compressed-tensors
+and transformers; -0 has a code of its own in torchao, and that of 0 in compressed-tensors and ModelOpt, as here;
+torchao has no NVFP4 scales below 2^-6, and multiplies by inverses of scales where the others divide. Packages that
+compute in the dtype of scales have the bits of here in that dtype. FP8 blocks at the ends of a matrix are short, as in
+compressed-tensors and DeepSeek's code; transformers takes all blocks of a matrix for equal.
+
 The scale of a block by its largest magnitude m, as compressed-tensors computes it, except where another name is given:
 
     nvfp4        e4m3 of (m / 6) * g where the matrix's scale divides, g = 2688 / its largest; 0.125 for 0

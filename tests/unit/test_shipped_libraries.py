@@ -14,6 +14,8 @@ from torch import Tensor
 
 from engine.checkpoint.model_weights import open_source
 from engine.errors import UserError
+from engine.quantization.shipped.floats import Floats
+from tests.support.format_parts import SPELLINGS, drawn_parts
 from tests.support.shipped_models import fp8_model, rewritten, small_model, stored_words
 from tests.unit.test_shipped_encodings import (
     assert_cuts_join,
@@ -343,3 +345,15 @@ def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     rewritten(tmp_path, change)
     with pytest.raises(UserError, match=words):
         open_source(tmp_path)
+
+
+def test_a_matrix_with_several_scales_is_not_stored_with_one() -> None:
+    """As of two linears that were rounded by themselves and lie in one matrix of the checkpoint."""
+    of = SPELLINGS["nvfp4 divided"]
+    first, second = (drawn_parts(of, 4, 32, seed) for seed in (0, 1))
+    both = {name: torch.cat((first[name].view(torch.uint8), second[name].view(torch.uint8))) for name in first}
+    parts = {name: part.view(first[name].dtype) for name, part in both.items()}
+    spelling = Floats(kind=of, codes=".weight_packed", tensor_scale=".weight_global_scale")
+    assert spelling.store(first, 32)[".weight_global_scale"].tolist() == first["tensor_scale"][:1].tolist()
+    with pytest.raises(UserError, match="each with a scale of its own, and NVFP4 has one for a matrix"):
+        spelling.store(parts, 32)

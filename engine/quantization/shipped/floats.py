@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from engine.errors import UserError
 from engine.kernels.formats import Format
 from engine.quantization.shipped.spelling import EXPONENTS, NUMBERS, Layout, Spelling
 
@@ -123,11 +124,20 @@ class Floats(Spelling):
         if self.last > 1:
             codes = codes.reshape(codes.shape[0], -1, self.last)
         if self._is_rowwise:
-            scales = scales[:1].reshape(self.scale_shape) if self.one_scale else scales[:, None]
+            scales = self._one_of(scales) if self.one_scale else scales[:, None]
         if self.stored_scales is not None and scales.dtype != self.stored_scales:
             same_bits = self.stored_scales == torch.float8_e8m0fnu
             scales = scales.view(self.stored_scales) if same_bits else scales.to(self.stored_scales)
         found = {self.codes: codes.contiguous(), self.scales: scales.contiguous()}
         if self.tensor_scale:
-            found[self.tensor_scale] = parts["tensor_scale"][:1].reshape(self.scale_shape).contiguous()
+            found[self.tensor_scale] = self._one_of(parts["tensor_scale"]).contiguous()
         return found
+
+    def _one_of(self, scales: Tensor) -> Tensor:
+        """Returns the scale that all rows have, as it is stored."""
+        if scales.device.type != "meta" and not bool((scales == scales[:1]).all()):
+            raise UserError(
+                f"several linears lie in the rows of one matrix, each with a scale of its own, and {self.name} has one "
+                "for a matrix: store it in another format."
+            )
+        return scales[:1].reshape(self.scale_shape)

@@ -59,6 +59,7 @@ class BlockEncoding:
 
     def encode(self, weight: Tensor, whole: WholeMatrix | None = None) -> dict[str, Tensor]:
         of, (rows, columns) = self.format, weight.shape
+        assert not of.has_zero_points, of
         whole = WholeMatrix(absmax=self.absmax(weight)) if whole is None else whole
         first_block = self._whole_block(whole.first_column) // of.group if of.group else 0
         self._whole_granule(whole.first_row)

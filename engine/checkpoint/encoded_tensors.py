@@ -264,7 +264,7 @@ class EncodedTensors:
                 return f"stores {name} as {called}, which is not what its quantization_config calls for"
         rows, columns = self._shape(module, spelling)
         experts = {self._files.shape(name)[:1] for name in names} if not spelling.weight else {()}
-        if not rows or not columns or len(experts) > 1:
+        if rows < 1 or columns < 1 or len(experts) > 1:
             first = next(iter(names))
             return f"has {first} with shape {list(self._files.shape(first))}, of which no matrix is made"
         for name, layout in names.items():

@@ -122,7 +122,8 @@ class HfSource(WeightSource):
 
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
         matrix = self._matrix(name) if name in self else None
-        if matrix is None or spec.local_shape == spec.global_shape:
+        is_elsewhere = out is not None and out.device.type != "cpu"  # where decoding is faster, and moves less
+        if matrix is None or (spec.local_shape == spec.global_shape and not is_elsewhere):
             return super().read(name, spec, out)
         self.require(name, spec.global_shape)
         self._checks.check(name, 0)
@@ -135,7 +136,9 @@ class HfSource(WeightSource):
                 for run in spec.runs(0):
                     place = out[run.local_offset : run.local_offset + run.length]
                     into = place[:, across.local_offset : across.local_offset + across.length]
-                    matrix.decode(into, slice(run.global_offset, run.global_offset + run.length), columns)
+                    own = into if into.dtype == self.dtype(name) else torch.empty_like(into, dtype=self.dtype(name))
+                    matrix.decode(own, slice(run.global_offset, run.global_offset + run.length), columns)
+                    into.copy_(own)
         return out
 
     def _matrix(self, name: str) -> StoredMatrix | None:

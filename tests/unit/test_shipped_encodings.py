@@ -98,6 +98,8 @@ def assert_cuts_join(source: WeightSource, name: str, size: int) -> None:
     rows = torch.cat((expected[21:31], expected[3:10]))
     assert torch.equal(decoded(single, source.read_parts(name, some, single), some.local_shape), rows), name
     assert torch.equal(source.read(name, some), rows), name
+    wide = source.read(name, some, torch.empty(some.local_shape))
+    assert torch.equal(wide, rows.float()), f"{name} is rounded to the checkpoint's dtype first"
     odd = ShardSpec(global_shape=shape, local_shape=(shape[0], 9), dim=1, pieces=(Piece(13, 1, 8),))
     assert torch.equal(source.read(name, odd)[:, 1:], expected[:, 13:21]), name
     for spec in shards(source.shape(name), size):

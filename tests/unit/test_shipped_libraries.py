@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from engine.checkpoint.model_weights import open_source
 from engine.errors import UserError
+from engine.quantization.shipped.config import encoding_of
 from engine.quantization.shipped.floats import Floats
+from tests.support.family_models import batch_of, engine_model, stock_losses
 from tests.support.format_parts import SPELLINGS, drawn_parts
 from tests.support.shipped_models import fp8_model, rewritten, small_model, stored_words
 from tests.unit.test_shipped_encodings import (
@@ -357,3 +361,76 @@ def test_a_matrix_with_several_scales_is_not_stored_with_one() -> None:
     assert spelling.store(first, 32)[".weight_global_scale"].tolist() == first["tensor_scale"][:1].tolist()
     with pytest.raises(UserError, match="each with a scale of its own, and NVFP4 has one for a matrix"):
         spelling.store(parts, 32)
+
+
+HOSTILE = (None, -1, 0, 3, 10**30, 1.5, float("nan"), True, "x", "re:(", [], [None], ["x"], {}, {"x": 1}, {"x": {}})
+CONFIGS: dict[str, dict[str, Any]] = {
+    "compressed": {
+        **pack_quantized(symmetric=True, strategy="group"), "ignore": ["lm_head"], "sparsity_config": {},
+        "transform_config": {},
+    },
+    "naive": {
+        **pack_quantized(num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+        "format": "float-quantized",
+    },
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+    "mixed": {
+        "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
+        "quant_method": "modelopt",
+    },
+    "mixed groups": {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+        "config_groups": {"group_0": {"targets": ["a"], "weights": {"num_bits": 8, "type": "float"}}},
+    },
+    "fp8": {
+        "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["gate"], "fmt": "e4m3",
+        "scale_fmt": "ue8m0", "expert_dtype": "fp8",
+    },
+    "gptq": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "lm_head": False, "dynamic": {"-:x": {}},
+        "checkpoint_format": "gptq",
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested mappings and lists."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_any_value_is_read_or_refused_in_one_sentence(case: str) -> None:
+    for path in places(CONFIGS[case]):
+        for value in HOSTILE:
+            config = copy.deepcopy(CONFIGS[case])
+            inside = config
+            for key in path[:-1]:
+                inside = inside[key]
+            inside[path[-1]] = value
+            try:
+                encoding = encoding_of({"quantization_config": config})
+                if encoding is not None:
+                    encoding.format("model.layers.0.mlp.up_proj")
+            except UserError as error:
+                assert str(error).count("\n") == 0 and str(error).endswith("."), error
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    fp8_model(tmp_path, name, block=64, vocab_size=67, **(MOE if name == "qwen3 moe" else {}))
+    config = FineGrainedFP8Config(weight_block_size=(64, 64), dequantize=True)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, attn_implementation="eager")
+    if name == "qwen3 moe":
+        stock.set_experts_implementation("eager")
+    built, batch = engine_model(tmp_path), batch_of()
+    with torch.no_grad():
+        context = built.model.context(batch, built.stage.step, training=False)
+        logits = built.model.logits(built.model.run_layers(built.model.embed(batch), context), context)
+        expected, _ = stock_losses(stock.eval().float(), batch)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

@@ -94,7 +94,7 @@ def _packed(weights: Entries, kind: str, bits: int) -> Spelling:
     group = weights.count("group_size") if strategy == "group" else 0
     if group % (32 // bits):
         raise weights.wrong("group_size", f"a multiple of {32 // bits}")
-    return PackedIntegers(bits=bits, columns_of_group=group, has_zeros=not weights.get("symmetric", True))
+    return PackedIntegers(bits=bits, columns_of_group=group, has_zeros=not weights.switch("symmetric", default=True))
 
 
 def _naive(weights: Entries, kind: str, bits: int) -> Spelling:

@@ -267,23 +267,23 @@ def _mxfp4(config: Entries) -> list[Rule]:
 
 
 def _gptq(config: Entries) -> list[Rule]:
-    bits, group = config.count("bits"), config.get("group_size", 128)
+    bits = config.count("bits")
     if bits not in (4, 8):
         raise config.wrong("bits", "4 or 8")
-    group = 0 if group == -1 else config.count("group_size", 128)
+    group = 0 if config.get("group_size") == -1 else config.count("group_size", 128)
     if group % (32 // bits):
         raise config.wrong("group_size", f"-1 or a multiple of {32 // bits}")
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise config.wrong("checkpoint_format", "gptq or gptq_v2")
-    rules = [_skipped(config, () if config.get("lm_head") else ("lm_head",))]
+    rules = [_skipped(config, () if config.switch("lm_head", default=False) else ("lm_head",))]
     for pattern in config.mapping("dynamic").raw:
         if not pattern.startswith("-:"):
             raise config.wrong("dynamic", "patterns that begin with -:")
         skipped = _pattern(pattern.removeprefix("-:"))
         rules.append(Rule(fits=lambda module, skipped=skipped: skipped.match(module) is not None, spelling=None))
     spelling = Gptq(
-        bits=bits, columns_of_group=group, has_zeros=not config.get("sym", True), is_v2=version == "gptq_v2"
+        bits=bits, columns_of_group=group, has_zeros=not config.switch("sym", default=True), is_v2=version == "gptq_v2"
     )
     return [*rules, Rule(fits=_is_linear, spelling=spelling)]
 
@@ -297,7 +297,7 @@ def _awq(config: Entries) -> list[Rule]:
     if config.get("zero_point", True) is not True:
         raise config.wrong("zero_point", "true")
     key = "q_group_size" if "q_group_size" in config.raw else "group_size"
-    group = 0 if config.get(key, 128) == -1 else config.count(key, 128)
+    group = 0 if config.get(key) == -1 else config.count(key, 128)
     if group % 8:
         raise config.wrong(key, "-1 or a multiple of 8")
     return [_skipped(config, ("lm_head",)), Rule(fits=_is_linear, spelling=Awq(columns_of_group=group))]

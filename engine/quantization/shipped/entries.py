@@ -68,3 +68,10 @@ class Entries(NamedTuple):
         if not right or not all(type(one) is int and 0 < one <= _MOST for one in value):
             raise self.wrong(key, "two whole numbers above 0")
         return value[0], value[1]
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        """Returns true or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value

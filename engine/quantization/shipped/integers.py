@@ -192,7 +192,7 @@ class PackedIntegers(Integers):
         return tuple(found)
 
     def shape(self, stored: Mapping[str, tuple[int, ...]], read: Mapping[str, Tensor]) -> tuple[int, int]:
-        rows, columns, *_ = (*read[".weight_shape"].flatten().tolist(), 0, 0)
+        rows, columns = read[".weight_shape"].tolist() if ".weight_shape" in read else (0, 0)
         return int(rows), int(columns)
 
     def unpacked(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:

@@ -198,19 +198,20 @@ class Spelling(ABC):
         kind = replace(self.format, granule=1)
         wide = slice(*_aligned(columns, math.lcm(kind.group or 2, 2), shape[1]))
         height = max(1, _DECODED_AT_ONCE // max(1, wide.stop - wide.start) // self.row_step) * self.row_step
-        is_direct = wide == columns and out.device.type == "cpu" and out.stride(1) == 1
+        is_direct = wide == columns and out.stride(1) == 1
         for first in range(rows.start, rows.stop, height):
             last = min(first + height, rows.stop)
-            parts = self.parts(tensors, shape, slice(first, last), wide, 1)
+            cut = self.parts(tensors, shape, slice(first, last), wide, 1)
+            parts = {name: part.to(out.device) for name, part in cut.items()}
             into = out[first - rows.start : last - rows.start]
-            found = into if is_direct else torch.empty(last - first, wide.stop - wide.start, dtype=out.dtype)
+            found = into if is_direct else out.new_empty(last - first, wide.stop - wide.start)
             _decode(kind, parts, found)
             if not is_direct:
                 into.copy_(found[:, columns.start - wide.start : columns.stop - wide.start])
 
 
 def _decode(kind: Format, parts: Mapping[str, Tensor], out: Tensor) -> None:
-    is_fast = native_status().available and out.dtype in (torch.float32, torch.bfloat16)
+    is_fast = out.device.type == "cpu" and native_status().available and out.dtype in (torch.float32, torch.bfloat16)
     (NATIVE_ARITHMETIC if is_fast else PLAIN).block_decode(kind, parts, out)
 
 

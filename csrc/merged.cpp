@@ -17,8 +17,8 @@ constexpr int VECTORS = 4;  // 4 x 4 sums, 4 operands, a number of B and a produ
 #else
 constexpr int VECTORS = 2;  // 4 x 2 sums, 2 operands, a number of B and a product: 12 of 16 registers
 #endif
-constexpr int64_t ITEM = 16;    // rows of an item of work, where fewer share a scale
-constexpr int64_t WIDTH = 512;  // columns at a time, or a whole group where that is wider
+constexpr int64_t ITEM = 16;     // rows of an item of work, where fewer share a scale
+constexpr int64_t WIDTH = 1024;  // columns at a time; half of them where rows share scales; a wider group is whole
 constexpr float SMALLEST = 1e-30f;
 
 // The factors in fp32: B [rows, rank] without gaps, A [rank, ld_a].
@@ -317,7 +317,8 @@ public:
         const bool whole = of.group >= of.columns;
         strip_ = of.joint > 1 ? of.joint : STRIP;
         item_ = of.joint > 1 ? of.joint : whole ? STRIP : ITEM;
-        width_ = whole ? of.columns : std::max(WIDTH / of.group, (int64_t)1) * of.group;
+        const int64_t wide = of.joint > 1 ? WIDTH / 2 : WIDTH;
+        width_ = whole ? of.columns : std::max(wide / of.group, (int64_t)1) * of.group;
         ld_ = odd_lines(width_);
     }
 

@@ -126,33 +126,32 @@ def decode(setting: Setting, *, name: str) -> Case:
     )
 
 
-def merged(setting: Setting, *, name: str) -> Case:
-    """Returns the case of decoding a weight with an adapter in it, as merge-aware training does before a product."""
-    of, weight, rank = FORMATS[name], _weight(setting), setting.options.rank
-    parts, draws = encoding(of).encode(weight), setting.draws("adapter in a weight")
-    b, a = draws.normal(weight.shape[0], rank, scale=1e-3), draws.normal(rank, weight.shape[1])
+def merged(setting: Setting, *, name: str, rank: int) -> Case:
+    """Returns the case of a weight that takes an adapter before it is rounded; the limit is that of decoding, since no
+    ceiling is one of sums in order."""
+    of, weight = FORMATS[name], _weight(setting)
+    parts, draws = encoding(of).encode(weight), setting.draws("merged adapter")
+    # changes of about a hundredth of the weight
+    b = draws.normal(weight.shape[0], rank, scale=0.02 * 0.01 * rank**-0.5)
+    a = draws.normal(rank, weight.shape[1])
     out = weight.to(setting.dtype)
+    # thousands of torch's small ops a call: they are the answer, and take no part beside another backend
+    engines = _engines(setting, "merged_decode")
+    own = {who: function for who, function in engines.items() if who != TORCH} or engines
     return Case(
         size=f"{weight.shape[0]}x{weight.shape[1]}, rank {rank}",
         demand=Demand(moved=sum(part.nbytes for part in (*parts.values(), b, a, out))),
         contestants={
-            who: _writing(function, of, parts, b, a, 1.0, out=torch.empty_like(out))
-            for who, function in _engines(setting, "merged_decode").items()
+            who: _writing(function, of, parts, b, a, 1.0, out=torch.empty_like(out)) for who, function in own.items()
         },
         answer=lambda: _exact(reference_formats.merged_decode, of, parts, b, a, 1.0, like=weight),
     )
 
 
-_TITLES = {
-    "nvfp4": "NVFP4",
-    "mxfp4": "MXFP4",
-    "mxfp8": "MXFP8",
-    "fp8_block": "FP8 blocks",
-    "int4": "INT4",
-    "fp8_channel": "FP8 channels",
-}
+_MERGED = ("nvfp4", "fp8_block", "int4", "fp8_channel")
+"""Blocks that are merged one by one, with scales that are divided by, blocks of rows, in steps, and whole rows."""
 
 CASES = {
-    **{f"{_TITLES[name]} decode": partial(decode, name=name) for name in _COMPRESSED},
-    **{f"{title} decode with an adapter": partial(merged, name=name) for name, title in _TITLES.items()},
+    **{f"{name} decode": partial(decode, name=name) for name in _COMPRESSED},
+    **{f"{name} merged, rank {rank}": partial(merged, name=name, rank=rank) for name in _MERGED for rank in (16, 64)},
 }

@@ -1,5 +1,4 @@
-"""Cases of quantized weights: decoding them for a product, alone or merged with an adapter, and the operands of FP8
-products.
+"""Cases of quantized weights: decoding them for a product, and the operands of FP8 products.
 
 The weight is the MLP's, [intermediate, hidden]; activations are [tokens, hidden].
 """
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference_quantize
-from engine.kernels.codec import PLAIN
 from engine.ops.kernels import REFERENCE, Kernels, RowCodeKernels
 from engine.ops.quantized_backends import QuantizedBackend, choose_quantized
 from engine.ops.quantized_products import OperandKernels
@@ -67,43 +65,6 @@ def decode(setting: Setting, *, name: str) -> Case:
         size=f"{weight.shape[0]}x{weight.shape[1]}",
         demand=Demand(moved=stored + weight.nbytes),
         contestants={who: contestant(backend) for who, backend in _backends(setting).items()},
-        answer=answer,
-    )
-
-
-def merged(setting: Setting, *, name: str, rank: int) -> Case:
-    """Returns the case of a weight that takes an adapter before it is rounded; the limit is that of decoding, since no
-    ceiling is one of sums in order."""
-    weight, draws = _weight(setting), setting.draws("merged adapter")
-    of = encoding(name).format
-    assert of is not None
-    parts = encoding(name).encode(weight)
-    # changes of about a hundredth of the weight
-    b_OR = draws.normal(weight.shape[0], rank, scale=0.02 * 0.01 * rank**-0.5)
-    a_RI = draws.normal(rank, weight.shape[1])
-    stored = sum(part.nbytes for part in (*parts.values(), b_OR, a_RI))
-
-    def contestant(backend: QuantizedBackend) -> Contestant:
-        out = torch.empty_like(weight)
-
-        def run() -> Results:
-            backend.arithmetic.merged_decode(of, parts, b_OR, a_RI, 1.0, out)
-            return (out,)
-
-        return Contestant(run=run)
-
-    def answer() -> Results:
-        out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        PLAIN.merged_decode(of, parts, b_OR, a_RI, 1.0, out)
-        return (out.double(),)
-
-    # thousands of torch's small ops a call: they are the answer, and take no part beside another backend
-    backends = _backends(setting)
-    own = {who: backend for who, backend in backends.items() if who != TORCH} or backends
-    return Case(
-        size=f"{weight.shape[0]}x{weight.shape[1]}, rank {rank}",
-        demand=Demand(moved=stored + weight.nbytes),
-        contestants={who: contestant(backend) for who, backend in own.items()},
         answer=answer,
     )
 
@@ -179,15 +140,9 @@ def made(setting: Setting, *, by_norm: bool) -> Case:
     )
 
 
-_FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4")
-_MERGED = ("nvfp4", "fp8_block", "int4")
-"""Blocks that are merged one by one, with scales that are divided by, and blocks of rows, in steps."""
-
 CASES = {
     "NF4 decode": partial(decode, name="nf4"),
     "int8 decode": partial(decode, name="int8"),
-    **{f"{name} decode": partial(decode, name=name) for name in _FORMATS},
-    **{f"{name} merged, rank {rank}": partial(merged, name=name, rank=rank) for name in _MERGED for rank in (16, 64)},
     "FP8 operand, a scale a row": partial(operand, by_row=True),
     "FP8 operand, one scale": partial(operand, by_row=False),
     "FP8 transpose": transpose,

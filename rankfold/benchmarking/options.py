@@ -116,6 +116,10 @@ def whole_numbers(name: str, text: str, example: str, least: int | None = None) 
     return numbers
 
 
+BASES = ("none", *ENCODED, "fp8_channel")
+"""How frozen weights are stored; the last is a format that checkpoints alone have."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionOptions:
     """The options of a section; None counts as not yet set.
@@ -175,7 +179,7 @@ class ModelOptions(SectionOptions):
     dropout: float = option(0.0, "dropout on the adapters' input")
     dtype: str = option("float32", "of weights and activations", DTYPES)
     kernels: str = option("auto", "the engine's kernels", KERNELS)
-    base_dtype: str = option("none", "how the engine stores frozen weights; none as --dtype", ("none", *ENCODED))
+    base_dtype: str = option("none", "how the engine stores frozen weights; none as --dtype", BASES)
     peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)

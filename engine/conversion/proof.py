@@ -29,6 +29,7 @@ from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, pr
 from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, AdapterSource
+from engine.conversion.stock_readers import obstacle_to_decoding, stock_decoding
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
@@ -130,7 +131,9 @@ def prove_adapter(
         return f"logits not compared: {missing[0]} is not installed"
     if model.manifest is not None and model.hf_path == model.path:
         return "logits not compared: the Hugging Face folder of the base is gone"
-    if (obstacle := obstacle_to(model.hf_path, model)) is not None:
+    is_mixture = bool(model.decoder.num_experts)
+    unreadable = obstacle_to_decoding(model.hf_path, has_experts=is_mixture)
+    if (obstacle := unreadable or obstacle_to(model.hf_path, model)) is not None:
         return f"logits not compared: {obstacle}"
     live = live_model(model.decoder, base, trained, scale)
     tokens = proof_tokens(model.decoder.vocab_size)
@@ -203,13 +206,11 @@ def stock_logits(
     dtype: torch.dtype,
     tokens: Tensor,
     adapter: Path | None = None,
-    quantization: Any = None,
 ) -> Tensor:
-    """Returns fp32 [B, S, V] logits by transformers, with the adapter loaded by PEFT.
+    """Returns fp32 [B, S, V] logits by transformers, of weights that it decodes, with the adapter loaded by PEFT.
 
     Args:
         decoder: of the model in the folder.
-        quantization: transformers' option on how to read encoded weights.
 
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
@@ -221,8 +222,8 @@ def stock_logits(
         warnings.filterwarnings("ignore", "You passed `quantization_config`", UserWarning)
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
         options = {"dtype": dtype, "attn_implementation": "eager", **({"num_labels": 1} if brings_head else {})}
-        if quantization is not None:
-            options["quantization_config"] = quantization
+        if (decoding := stock_decoding(folder)) is not None:
+            options["quantization_config"] = decoding
         model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
         if brings_head:
             info["missing_keys"] = set(info["missing_keys"]) - {"score.weight"}

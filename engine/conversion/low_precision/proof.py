@@ -6,15 +6,12 @@ That leaves what rounding did to the model, which is told and not judged.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.live_logits import live_logits, proof_tokens
 from engine.conversion.low_precision.linears import LowPrecision
-from engine.conversion.low_precision.spellings import COMPRESSED_TENSORS
 from engine.conversion.proof import (
     NEEDS_IMAGES,
     SAME,
@@ -25,15 +22,8 @@ from engine.conversion.proof import (
     stock_logits,
     widest,
 )
+from engine.conversion.stock_readers import obstacle_to_decoding
 from engine.errors import UserError
-
-_UNREAD_EXPERTS = {
-    "nvfp4": "transformers leaves their tensors' scales out where experts are in NVFP4",
-    "fp8_block": "transformers has no blocks of experts in compressed-tensors' FP8",
-    "mxfp8": "transformers has no blocks of experts in compressed-tensors' FP8",
-    "int8": "transformers does not read experts in int8",
-}
-"""Formats of compressed-tensors in which stock transformers does not read a mixture's experts; vLLM does."""
 
 
 def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
@@ -58,10 +48,11 @@ def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
     decoded = live_logits(decoder, written, tokens)
     moved = largest_difference(decoded, live_of(source).logits(tokens))
     rounding = f"rounding to {low.dtype} moves logits by {moved:.1e} of the largest"
-    obstacle = _missing_package(low) or _experts(low, source) or obstacle_to(folder, written.model)
+    unreadable = obstacle_to_decoding(folder, has_experts=bool(source.model.decoder.num_experts))
+    obstacle = unreadable or obstacle_to(folder, written.model)
     if obstacle is not None:
         return f"logits not compared with a stock reader's: {obstacle}; {rounding}"
-    found = stock_logits(folder, decoder, widest(written), tokens, quantization=_decoding(low))
+    found = stock_logits(folder, decoder, widest(written), tokens)
     difference = largest_difference(found, decoded)
     if not difference <= SAME:
         raise UserError(
@@ -70,23 +61,3 @@ def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
             "the model's config.json."
         )
     return f"{agreement(decoder, tokens, 'transformers, decoding', difference)}; {rounding}"
-
-
-def _missing_package(low: LowPrecision) -> str | None:
-    needed = ["transformers", *(["compressed_tensors"] if low.method == COMPRESSED_TENSORS else [])]
-    missing = [name for name in needed if find_spec(name) is None]
-    return f"{missing[0].replace('_', '-')} is not installed" if missing else None
-
-
-def _experts(low: LowPrecision, source: WeightSource) -> str | None:
-    if not source.model.decoder.num_experts or low.method != COMPRESSED_TENSORS:
-        return None
-    return _UNREAD_EXPERTS.get(low.dtype)
-
-
-def _decoding(low: LowPrecision) -> Any:
-    """Returns transformers' option by which it decodes all weights as it reads them."""
-    from transformers import CompressedTensorsConfig, FineGrainedFP8Config
-
-    decoding = CompressedTensorsConfig if low.method == COMPRESSED_TENSORS else FineGrainedFP8Config
-    return decoding(dequantize=True)

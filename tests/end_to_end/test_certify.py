@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from rankfold.certifying.compare import Recorded, compare
 from rankfold.certifying.layouts import Layout, other_layout, own_layout
 from rankfold.certifying.ranks import run_layout
 from rankfold.certifying.report import Certificate
+from tests.end_to_end.test_few_bits_run import MIXED
 from tests.support.commands import REPOSITORY, run_tool
+from tests.support.few_bits import in_few_bits
 from tests.support.shared_data import write_plays
 from tests.support.warm_python import warm_python
 
@@ -102,6 +105,26 @@ def test_every_layout_computes_what_one_process_does(run_file: Path, tmp_path: P
         assert part["first"] is None and part["zero_gradients"] == []
         assert len(part["tensors"]) == whole and len(part["figures"]) == 2 * STEPS
         assert max(item["relative"] for item in part["figures"]) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "merges, against", [(False, ("tensor=2", "shard=parameters")), (True, ("pipeline=2",))], ids=["beside", "merged"]
+)
+def test_layouts_of_a_base_in_few_bits(
+    merges: bool, against: tuple[str, ...], settings: dict, stories_dir: Path, tmp_path: Path
+) -> None:
+    """As the checkpoint has it, with adapters beside it or merged into it before it is rounded, on each of them."""
+    in_few_bits(stories_dir, tmp_path, MIXED)
+    for file in stories_dir.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "hf")
+    model, lora = {"path": str(tmp_path / "hf"), "base_dtype": "stored"}, {"rank": 4, "merge_aware": merges}
+    run = write_run(tmp_path, settings, model=model, lora=lora)
+    wanted = [word for text in against for word in ("--against", text)]
+    result = run_tool("plan", "certify", "--config", run, *wanted, "--steps", STEPS, timeout=390)
+    assert all(line.startswith("certified: ") for line in result.stdout.splitlines()[-len(against) :])
+    assert "are as the checkpoint has them (" in result.stderr
+    assert ("merge-aware training" in result.stderr) == merges
 
 
 @pytest.mark.slow

@@ -285,8 +285,8 @@ def _fresh_scale(
         if stored == tl.float32:
             scale = tl.where(exact == 0.0, 1.1920928955078125e-07, exact)
         elif stored == tl.float16:
-            narrow = exact.to(tl.float16).to(tl.float32)
-            scale = tl.where(narrow == 0.0, 0.0009765625, narrow)
+            # half of the smallest number, and what is below, is rounded to 0
+            scale = tl.where(tl.abs(exact) <= 2.9802322387695312e-08, 0.0009765625, exact.to(tl.float16).to(tl.float32))
         else:
             bits = exact.to(tl.int32, bitcast=True)
             narrow = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)

@@ -301,6 +301,7 @@ def _merged(
     parts,
     factors,
     matrix,
+    rows_M,
     rows_O,
     ok_O,
     blocks_B,
@@ -316,15 +317,18 @@ def _merged(
     """Returns a tile of the weights and of the merged numbers [O, B, C], and the rest of what `_weight` returns.
 
     Args:
-        factors: B and the distance of its rows; A and the distances of its rows and matrices; the scale; ranks.
+        factors: B, A, each with the distances of its rows and its matrices; the scale; ranks.
+        matrix, rows_M: the matrix, and the rows of its B.
+        rows_O: the same rows in the stack.
     """
-    b_ptr, b_stride, a_ptr, a_row_stride, a_matrix_stride, scale, num_ranks = factors
+    b_ptr, b_row_stride, b_matrix_stride, a_ptr, a_row_stride, a_matrix_stride, scale, num_ranks = factors
     columns_BC = (blocks_B * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
     ok_BC = (columns_BC < num_columns)[None, :, :]
     a_row = matrix * a_matrix_stride
+    b_OR = b_ptr + matrix * b_matrix_stride + rows_M.to(tl.int64) * b_row_stride
     product = tl.zeros([rows_O.shape[0], blocks_B.shape[0], COLUMNS], tl.float32)
     for rank in range(num_ranks):
-        b_O = tl.load(b_ptr + rows_O * b_stride + rank, mask=ok_O, other=0.0).to(tl.float32)
+        b_O = tl.load(b_OR + rank, mask=ok_O, other=0.0).to(tl.float32)
         # of three dimensions as it is read, so that a thread reads the columns that it adds up
         a = tl.load(a_ptr + a_row + columns_BC[None, :, :], mask=ok_BC, other=0.0).to(tl.float32)
         product += b_O[:, None, None] * a
@@ -355,6 +359,8 @@ def _merged_tile_kernel(
     out_ptr,
     out_stride,
     num_rows,
+    first_row,
+    rows_apart,
     num_columns,
     CODE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -371,10 +377,10 @@ def _merged_tile_kernel(
     matrix = tl.program_id(0).to(tl.int64) // tiles
     rows_M = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
     blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    rows_O, ok_O = matrix * num_rows + rows_M, rows_M < num_rows
+    rows_O, ok_O = matrix * rows_apart + first_row + rows_M, rows_M < num_rows
     base, number, scale_OB, zeros_OB, stored_OB = _merged(
-        parts, factors, matrix, rows_O, ok_O, blocks_B, num_columns, CODE, SCALE, DIVIDES, ZEROS, GROUP, GRANULE,
-        COLUMNS,
+        parts, factors, matrix, rows_M, rows_O, ok_O, blocks_B, num_columns, CODE, SCALE, DIVIDES, ZEROS, GROUP,
+        GRANULE, COLUMNS,
     )  # fmt: skip
     quotient = _quotient(number, scale_OB, stored_OB, SCALE)
     value = nearest_values(quotient, zeros_OB[:, :, None], CODE) * scale_OB[:, :, None]
@@ -402,6 +408,8 @@ def _merged_walk_kernel(
     out_ptr,
     out_stride,
     num_rows,
+    first_row,
+    rows_apart,
     num_columns,
     num_steps,
     CODE: tl.constexpr,
@@ -437,10 +445,10 @@ def _merged_walk_kernel(
             here_M, here_B = rows_M + place * ROWS, blocks_B
         else:
             here_M, here_B = rows_M, blocks_B + place * BLOCKS
-        rows_O, ok_O = matrix * num_rows + here_M, here_M < num_rows
+        rows_O, ok_O = matrix * rows_apart + first_row + here_M, here_M < num_rows
         base, number, scale_OB, zeros_OB, stored_OB = _merged(
-            parts, factors, matrix, rows_O, ok_O, here_B, num_columns, CODE, SCALE, DIVIDES, ZEROS, GROUP, GRANULE,
-            COLUMNS,
+            parts, factors, matrix, here_M, rows_O, ok_O, here_B, num_columns, CODE, SCALE, DIVIDES, ZEROS, GROUP,
+            GRANULE, COLUMNS,
         )  # fmt: skip
         changed_OB = again & (outside_OB > 0)
         scale_OB, zeros_OB = (
@@ -539,27 +547,48 @@ def block_decode(of: Format, parts: Mapping[str, Tensor], out_OI: Tensor) -> Non
 def merged_decode(
     of: Format, parts: Mapping[str, Tensor], b_OR: Tensor, a_RI: Tensor, scale: float, out_OI: Tensor
 ) -> None:
-    """Writes the merged weights; arguments as `engine.kernels.reference_formats.merged_decode`.
+    """Writes the merged weights; arguments as `engine.kernels.reference_formats.merged_decode`."""
+    merged_stack(of, parts, slice(0, out_OI.shape[0]), b_OR[None], a_RI[None], scale, out_OI[None])
 
-    Groups that are no power of 2 or longer than 1024 columns, which vendors do not have, are merged by that.
+
+def merged_stack(
+    of: Format, parts: Mapping[str, Tensor], rows: slice, b_MOR: Tensor, a_MRI: Tensor, scale: float, out: Tensor
+) -> None:
+    """Writes merged weights of the same rows of several matrices, whose parts lie one below the other, as
+    `merged_decode` does of each.
+
+    Groups that are no power of 2 or longer than 1024 columns, which vendors do not have, are merged by torch.
+
+    Args:
+        rows: of each matrix, which begin at the beginning of a block.
+        b_MOR, a_MRI: of these rows of each.
+        out: [M, rows of a matrix, I], as if one matrix below the other; only `rows` are written.
     """
-    rows, columns = out_OI.shape
+    count, height, columns = out.shape
+    num_rows = rows.stop - rows.start
     block = of.group or min(power_of_2(columns, 2), _LONGEST_BLOCK)
     if block & (block - 1) or not 1 < block <= _LONGEST_GROUP:
-        reference_formats.merged_decode(of, parts, b_OR, a_RI, scale, out_OI)
+        for matrix in range(count):
+            first = matrix * height + rows.start
+            own = reference_formats.rows_of(of, parts, slice(first, first + num_rows))
+            reference_formats.merged_decode(of, own, b_MOR[matrix], a_MRI[matrix], scale, out[matrix, rows])
         return
-    if out_OI.numel() == 0:
+    if num_rows * columns * count == 0:
         return
+    assert count == 1 or out.stride(0) == height * out.stride(1), "matrices below each other"
     shared = "rows" if of.rows > 1 else "none" if of.group else "columns"
-    a_RI, b_OR = (x if x.stride(1) == 1 else x.contiguous() for x in (a_RI, b_OR))
+    a_MRI, b_MOR = (x if x.stride(2) == 1 else x.contiguous() for x in (a_MRI, b_MOR))
     blocks = power_of_2(ceil_div(columns, block), 1, max(_WIDTH // block, 1))
     width = blocks * block
+    factors = (b_MOR, b_MOR.stride(1), b_MOR.stride(0), a_MRI, a_MRI.stride(1), a_MRI.stride(0))
     given = (
         _tensors(parts),
-        (b_OR, b_OR.stride(0), a_RI, a_RI.stride(0), 0, float(scale), a_RI.shape[0]),
-        out_OI,
-        out_OI.stride(0),
-        rows,
+        (*factors, float(scale), a_MRI.shape[1]),
+        out,
+        out.stride(1),
+        num_rows,
+        rows.start,
+        height,
         columns,
     )
     options = {
@@ -570,12 +599,12 @@ def merged_decode(
         "enable_fp_fusion": False,
     }
     if shared == "none":
-        _merged_tile_kernel[(ceil_div(rows, _HEIGHT), ceil_div(columns, width))](*given, **options)
+        _merged_tile_kernel[(count * ceil_div(num_rows, _HEIGHT), ceil_div(columns, width))](*given, **options)
         return
     if shared == "rows":
-        span, steps, programs = of.rows, ceil_div(min(of.rows, rows), _HEIGHT), ceil_div(columns, width)
+        span, steps, programs = of.rows, ceil_div(min(of.rows, num_rows), _HEIGHT), ceil_div(columns, width)
     else:
         span, steps, programs = _HEIGHT, ceil_div(columns, width), 1
-    _merged_walk_kernel[(ceil_div(rows, span), programs)](
+    _merged_walk_kernel[(count * ceil_div(num_rows, span), programs)](
         *given, steps, **options, SPAN=span, SHARED=shared, KEEPS=of.keeps_scales
     )

@@ -176,11 +176,35 @@ def test_scales_at_the_ends(place: tuple[str, torch.dtype]) -> None:
             _assert_same(ours, expected, (name, size))
 
 
+@long_places
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_block stacked", "int4 by row", "int4 of 96"])
+def test_rows_of_several_matrices(place: tuple[str, torch.dtype], name: str) -> None:
+    """Of three experts gate and up, each with adapters of its own, in a launch for all gates and one for all ups."""
+    of, columns = VARIANTS[name], 160
+    sections, height = (slice(0, 32), slice(32, 96)), 96
+    experts = [_weight(of, (height, columns)) for _ in range(3)]
+    parts = {part: torch.cat([one[part] for one in experts]).to(place[0]) for part in experts[0]}
+    wide = torch.full((3 * height, columns + 8), torch.nan, dtype=place[1], device=place[0])
+    out = wide[:, :columns].view(3, height, columns)
+    for seed, rows in enumerate(sections):
+        b_MOR = random_rows(place, 3, rows.stop - rows.start, 4, gap=2, seed=seed) * 0.05
+        a_MRI = random_rows(place, 3, 4, columns, gap=5, seed=seed)
+        formats.merged_stack(of, parts, rows, b_MOR, a_MRI, 0.5, out)
+        assert seed or bool(out[:, 32:].isnan().all())
+        for matrix in range(3):
+            first = matrix * height + rows.start
+            own = reference_formats.rows_of(of, parts, slice(first, first + rows.stop - rows.start))
+            expected = torch.empty(rows.stop - rows.start, columns, dtype=place[1], device=place[0])
+            reference_formats.merged_decode(of, own, b_MOR[matrix], a_MRI[matrix], 0.5, expected)
+            _assert_same(out[matrix, rows], expected, (matrix, rows))
+    assert bool(wide[:, columns:].isnan().all())
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 14336), (32 * 5760, 2880)], ids=["matrix", "experts"])
+@pytest.mark.parametrize("shape", [(4096, 14336), (8 * 5760, 2880)], ids=["matrix", "experts"])
 @variants
 def test_sizes_of_models(name: str, shape: tuple[int, int]) -> None:
-    """The MLP of an 8B model, and all experts of a layer of gpt-oss-20b."""
+    """The MLP of an 8B model, and 8 experts of gpt-oss-20b."""
     of = VARIANTS[name]
     parts = _weight(of, shape, "cuda")
     generator = torch.Generator("cuda").manual_seed(5)

@@ -359,7 +359,6 @@ def _merged_tile_kernel(
     out_ptr,
     out_stride,
     num_rows,
-    first_row,
     rows_apart,
     num_columns,
     CODE: tl.constexpr,
@@ -377,7 +376,7 @@ def _merged_tile_kernel(
     matrix = tl.program_id(0).to(tl.int64) // tiles
     rows_M = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
     blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    rows_O, ok_O = matrix * rows_apart + first_row + rows_M, rows_M < num_rows
+    rows_O, ok_O = matrix * rows_apart + rows_M, rows_M < num_rows
     base, number, scale_OB, zeros_OB, stored_OB = _merged(
         parts, factors, matrix, rows_M, rows_O, ok_O, blocks_B, num_columns, CODE, SCALE, DIVIDES, ZEROS, GROUP,
         GRANULE, COLUMNS,
@@ -408,7 +407,6 @@ def _merged_walk_kernel(
     out_ptr,
     out_stride,
     num_rows,
-    first_row,
     rows_apart,
     num_columns,
     num_steps,
@@ -445,7 +443,7 @@ def _merged_walk_kernel(
             here_M, here_B = rows_M + place * ROWS, blocks_B
         else:
             here_M, here_B = rows_M, blocks_B + place * BLOCKS
-        rows_O, ok_O = matrix * rows_apart + first_row + here_M, here_M < num_rows
+        rows_O, ok_O = matrix * rows_apart + here_M, here_M < num_rows
         base, number, scale_OB, zeros_OB, stored_OB = _merged(
             parts, factors, matrix, here_M, rows_O, ok_O, here_B, num_columns, CODE, SCALE, DIVIDES, ZEROS, GROUP,
             GRANULE, COLUMNS,
@@ -506,14 +504,27 @@ def _as_integers(codes: Tensor) -> Tensor:
 
 
 def _tensors(parts: Mapping[str, Tensor]) -> tuple[object, ...]:
-    """Returns the tuple that kernels take of the parts, see `_weight`."""
+    """Returns the tuple that kernels take of the parts, see `_weight`; of several matrices they have a dimension
+    more."""
     codes, scales = _as_integers(parts["codes"]), _as_integers(parts["scales"])
-    scales = scales.view(-1, 1) if scales.dim() == 1 else scales
+    scales = scales[..., None] if scales.dim() < codes.dim() else scales
     # Triton 3.6 cannot take None inside a tuple
-    tensor_scale = parts["tensor_scale"].contiguous() if "tensor_scale" in parts else scales
-    zeros = parts.get("zeros", scales)
-    shared = (codes.shape[1], tensor_scale, zeros, zeros.stride(0))
-    return (codes, codes.stride(0), scales, scales.stride(0), *shared)
+    tensor_scale, zeros = parts.get("tensor_scale", scales), parts.get("zeros", scales)
+    assert "tensor_scale" not in parts or tensor_scale.stride(-1) == 1 or tensor_scale.shape[-1] == 1
+    shared = (codes.shape[-1], tensor_scale, zeros, zeros.stride(-2))
+    return (codes, codes.stride(-2), scales, scales.stride(-2), *shared)
+
+
+def _rows_apart(of: Format, parts: Mapping[str, Tensor], out_MOI: Tensor) -> int:
+    """Returns the rows from one matrix to the next, which all tensors of a stack have between them; 0 of one matrix."""
+    if out_MOI.shape[0] == 1:
+        return 0
+    apart = out_MOI.stride(0) // max(out_MOI.stride(1), 1)
+    for name, part in parts.items():
+        rows = apart // of.granule if name == "scales" else apart
+        row_stride = part.stride(1) if part.shape[1] > 1 or part.dim() == 3 else 1
+        assert part.stride(0) == rows * row_stride, f"the {name} of matrices that do not lie one below the other"
+    return apart
 
 
 def block_decode(of: Format, parts: Mapping[str, Tensor], out_OI: Tensor) -> None:
@@ -548,34 +559,32 @@ def merged_decode(
     of: Format, parts: Mapping[str, Tensor], b_OR: Tensor, a_RI: Tensor, scale: float, out_OI: Tensor
 ) -> None:
     """Writes the merged weights; arguments as `engine.kernels.reference_formats.merged_decode`."""
-    merged_stack(of, parts, slice(0, out_OI.shape[0]), b_OR[None], a_RI[None], scale, out_OI[None])
+    merged_stack(of, {name: part[None] for name, part in parts.items()}, b_OR[None], a_RI[None], scale, out_OI[None])
 
 
 def merged_stack(
-    of: Format, parts: Mapping[str, Tensor], rows: slice, b_MOR: Tensor, a_MRI: Tensor, scale: float, out: Tensor
+    of: Format, parts: Mapping[str, Tensor], b_MOR: Tensor, a_MRI: Tensor, scale: float, out_MOI: Tensor
 ) -> None:
-    """Writes merged weights of the same rows of several matrices, whose parts lie one below the other, as
-    `merged_decode` does of each.
+    """Writes several merged matrices in one launch, each as `merged_decode` does.
 
     Groups that are no power of 2 or longer than 1024 columns, which vendors do not have, are merged by torch.
 
     Args:
-        rows: of each matrix, which begin at the beginning of a block.
-        b_MOR, a_MRI: of these rows of each.
-        out: [M, rows of a matrix, I], as if one matrix below the other; only `rows` are written.
+        of: the format, whose blocks begin at the first row of each matrix.
+        parts: of M matrices, [M, ...] each: the same rows of each of several stacked ones.
+        b_MOR, a_MRI: any float dtype.
+        scale: as of `merged_decode`.
+        out_MOI: receives the matrices, whose rows lie in a stack as those of the parts do.
     """
-    count, height, columns = out.shape
-    num_rows = rows.stop - rows.start
+    count, rows, columns = out_MOI.shape
     block = of.group or min(power_of_2(columns, 2), _LONGEST_BLOCK)
     if block & (block - 1) or not 1 < block <= _LONGEST_GROUP:
-        for matrix in range(count):
-            first = matrix * height + rows.start
-            own = reference_formats.rows_of(of, parts, slice(first, first + num_rows))
-            reference_formats.merged_decode(of, own, b_MOR[matrix], a_MRI[matrix], scale, out[matrix, rows])
+        for one in range(count):
+            own = {name: part[one] for name, part in parts.items()}
+            reference_formats.merged_decode(of, own, b_MOR[one], a_MRI[one], scale, out_MOI[one])
         return
-    if num_rows * columns * count == 0:
+    if out_MOI.numel() == 0:
         return
-    assert count == 1 or out.stride(0) == height * out.stride(1), "matrices below each other"
     shared = "rows" if of.rows > 1 else "none" if of.group else "columns"
     a_MRI, b_MOR = (x if x.stride(2) == 1 else x.contiguous() for x in (a_MRI, b_MOR))
     blocks = power_of_2(ceil_div(columns, block), 1, max(_WIDTH // block, 1))
@@ -584,11 +593,10 @@ def merged_stack(
     given = (
         _tensors(parts),
         (*factors, float(scale), a_MRI.shape[1]),
-        out,
-        out.stride(1),
-        num_rows,
-        rows.start,
-        height,
+        out_MOI,
+        out_MOI.stride(1),
+        rows,
+        _rows_apart(of, parts, out_MOI),
         columns,
     )
     options = {
@@ -599,12 +607,12 @@ def merged_stack(
         "enable_fp_fusion": False,
     }
     if shared == "none":
-        _merged_tile_kernel[(count * ceil_div(num_rows, _HEIGHT), ceil_div(columns, width))](*given, **options)
+        _merged_tile_kernel[(count * ceil_div(rows, _HEIGHT), ceil_div(columns, width))](*given, **options)
         return
     if shared == "rows":
-        span, steps, programs = of.rows, ceil_div(min(of.rows, num_rows), _HEIGHT), ceil_div(columns, width)
+        span, steps, programs = of.rows, ceil_div(min(of.rows, rows), _HEIGHT), ceil_div(columns, width)
     else:
         span, steps, programs = _HEIGHT, ceil_div(columns, width), 1
-    _merged_walk_kernel[(count * ceil_div(num_rows, span), programs)](
+    _merged_walk_kernel[(count * ceil_div(rows, span), programs)](
         *given, steps, **options, SPAN=span, SHARED=shared, KEEPS=of.keeps_scales
     )

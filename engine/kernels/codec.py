@@ -30,6 +30,8 @@ class Arithmetic:
         row_decode: codes, scales [O], out.
         block_decode: format, parts, out.
         merged_decode: format, parts, b [O, R], a [R, I], scale, out: the base with an adapter in its format.
+        merged_stack: the same of M matrices in one launch, each argument with M as its first dimension; None where a
+            backend has no such.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Arithmetic:
     merged_decode: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] = (
         reference_formats.merged_decode
     )
+    merged_stack: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] | None = None
 
 
 PLAIN = Arithmetic(

@@ -51,6 +51,7 @@ def _triton() -> QuantizedBackend:
             row_decode=quantize.row_decode,
             block_decode=formats.block_decode,
             merged_decode=formats.merged_decode,
+            merged_stack=formats.merged_stack,
         ),
         operands=OperandKernels(
             quantize_rows=quantize.quantize_rows,

@@ -319,13 +319,13 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
         if one.name != "multiply"
     }
     decoders = {name: merge if name == "merged_decode" else decode for name in DECODERS}
-    arithmetic = replace(PLAIN, **decoders)
+    arithmetic = replace(PLAIN, **decoders, merged_stack=merge if kernels == "triton" else None)
     return replace(base, arithmetic=arithmetic, operands=replace(base.operands, **makers))
 
 
 def _merging(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float, out_OI: Tensor) -> float:
     """Returns the arithmetic of the sum B A, number by number: a product and an addition each as long as both fused."""
-    return 4.0 * b_OR.shape[1] * out_OI.numel()
+    return 4.0 * b_OR.shape[-1] * out_OI.numel()
 
 
 def _no_products(*_: Any, **__: Any) -> float:

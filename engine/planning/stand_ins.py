@@ -33,6 +33,7 @@ def shape_base(formats: Formats | None, kernels: str) -> BaseEncoding | None:
     if kernels != "reference":
         arithmetic = replace(PLAIN, **dict.fromkeys(DECODERS, write_in_place))
     if kernels == "triton":
+        arithmetic = replace(arithmetic, merged_stack=write_in_place)
         operands = OperandKernels(
             quantize_rows=lambda x, scales: row_codes(x),
             quantize_matrix=lambda x, scales: (codes(x), wide(x, ())),

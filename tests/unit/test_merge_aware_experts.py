@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from torch.nn.functional import silu, softmax
 from engine.choices import ExpertFactors
 from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.experts.ops.routing import RoutingRule
+from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.formats import Format
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded, merged_names
 from engine.layers.module import shard_entries
@@ -45,9 +50,11 @@ def _plan(form: ExpertFactors) -> TrainingPlan:
     )
 
 
-def _computed(base: str, form: ExpertFactors, *, loops: bool) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+def _computed(
+    base: str, form: ExpertFactors, *, loops: bool, arithmetic: Arithmetic = PLAIN
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
     """The output, the input's gradient and those of all that trains; and the shapes of all parameters."""
-    layout = TensorLayout(base=BaseEncoding.named(base))
+    layout = TensorLayout(base=BaseEncoding.named(base, arithmetic))
     build = LayerContext(layout=layout, plan=_plan(form), device=torch.device("cpu"), dtype=torch.float32)
     mlp = RoutedMLP(PREFIX, SIZES, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
     mlp._loops = loops
@@ -102,3 +109,22 @@ def test_outputs_and_gradients_are_those_of_straight_through_rounding(
     assert found.keys() == expected.keys() and len(found) > 8
     for name, value in expected.items():
         assert relative_error(found[name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize(("base", "form"), [("fp8_block", "per_expert"), ("int8", "shared"), ("nvfp4", "shared_outer")])
+def test_experts_may_be_merged_in_one_launch(base: str, form: ExpertFactors) -> None:
+    """A launch for each linear of all experts, in forward and in backward, gives the bits of one for each expert."""
+    launches: list[torch.Size] = []
+
+    def merged_stack(
+        of: Format, parts: Mapping[str, Tensor], b_EOR: Tensor, a_ERI: Tensor, scale: float, out_EOI: Tensor
+    ) -> None:
+        launches.append(out_EOI.shape)
+        for expert, out in enumerate(out_EOI):
+            own = {name: part[expert] for name, part in parts.items()}
+            PLAIN.merged_decode(of, own, b_EOR[expert], a_ERI[expert], scale, out)
+
+    expected, _ = _computed(base, form, loops=False)
+    found, _ = _computed(base, form, loops=False, arithmetic=replace(PLAIN, merged_stack=merged_stack))
+    assert {shape[0] for shape in launches} == {RULE.num_experts} and len(launches) % 3 == 0
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

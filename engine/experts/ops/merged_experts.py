@@ -5,6 +5,7 @@ See `engine.ops.merged_weight`. Each expert has a weight of its own also where e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.grouped_adapters import ExpertRows, GroupedLowRank
 from engine.ops.kernels import Kernels
 from engine.ops.merged_weight import MergedRows, decode_merged
+from engine.quantization.encoding import part_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,22 @@ class MergedExperts(EncodedExperts):
     def every(self, num_columns: int) -> Tensor:
         """Returns the same of all experts, [E, O, I]."""
         out = self._take(self.num_experts * self._rows, num_columns).view(self.num_experts, self._rows, num_columns)
-        for own, sections in zip(out, self.sections, strict=True):
-            decode_merged(self.weight.encoding, sections, own)
+        for of_experts in zip(*self.sections, strict=True):
+            self._merge(of_experts, out)
         return out
+
+    def _merge(self, of_experts: Sequence[MergedRows], out_EOI: Tensor) -> None:
+        """Writes a linear of all experts, by one launch where their adapters are alike and the backend can."""
+        encoding, rows = self.weight.encoding, of_experts[0].rows
+        merge, adapters = encoding.arithmetic.merged_stack, [one.own for one in of_experts if one.own is not None]
+        alike = {(one.b_OR.shape, one.a_RI.shape, one.scale) for one in adapters}
+        if merge is None or len(adapters) < self.num_experts or len(alike) > 1:
+            for own, section in zip(out_EOI, of_experts, strict=True):
+                decode_merged(encoding, [section], own)
+            return
+        assert encoding.format is not None
+        held = part_rows(encoding, rows, self.weight.in_features)
+        parts = {name: part.unflatten(0, (self.num_experts, -1)) for name, part in self.weight.parts.items()}
+        parts = {name: part[:, held[name]] for name, part in parts.items()}
+        b_EOR, a_ERI = torch.stack([one.b_OR for one in adapters]), torch.stack([one.a_RI for one in adapters])
+        merge(encoding.format, parts, b_EOR, a_ERI, adapters[0].scale, out_EOI[:, rows])

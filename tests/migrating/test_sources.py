@@ -168,7 +168,9 @@ def test_ms_swift() -> None:
     assert (full.optim.lr, full.lora.rank, full.trainable) == (1e-5, 0, ("embed_tokens", "layers", "norm", "lm_head"))
     _, old = converted("swift sft --model m --train_type full --dataset a.jsonl --torch_dtype float32")
     assert (old.lora.rank, old.model.dtype) == (0, "float16")
-    for flags, base in (("--quant_method bnb --quant_bits 4", "nf4"), ("--quant_bits 4", None)):
+    for flags, base in (
+        ("--quant_method bnb --quant_bits 4", "nf4"), ("--quant_bits 4", None), ("--quant_method fp8", "fp8_block"),
+    ):  # fmt: skip
         _, quantized = converted(f"swift sft --model m --dataset a.jsonl --max_length 64 {flags}")
         assert quantized.model.base_dtype == base, flags
     _, text = converted("swift pt --model m --dataset a.jsonl --max_length 64")

@@ -561,3 +561,24 @@ def test_groups_of_axolotl(tmp_path: Path) -> None:
     assert conversion.options["optim.lr_pattern"] == {"*self_attn.o_proj.weight*": 1e-6, "*q_proj*": 1e-6}
     config = from_yaml(to_text(conversion.options, title="test"))
     assert config.optim.lr_pattern == conversion.options["optim.lr_pattern"]
+
+
+@pytest.mark.parametrize(
+    ("given", "base", "merges"),
+    [
+        ({"nvfp4_merge_aware": True}, "stored", True),
+        ({"nvfp4_merge_aware": False}, None, False),
+        ({"gptq": True}, "stored", False),
+        ({"peft": {"backend": "torchao", "weight_dtype": "int4"}}, "int4", False),
+        ({"peft": {"backend": "bnb", "weight_dtype": "nf4"}}, "nf4", False),
+    ],
+    ids=["merged", "beside", "gptq", "torchao", "bnb"],
+)
+def test_bases_in_few_bits_of_axolotl(given: dict[str, object], base: str | None, merges: bool, tmp_path: Path) -> None:
+    """As Axolotl's docs/nvfp4_lora.qmd and docs/qlora_torchao.qmd say: merge-aware training is of packed bases."""
+    adapter = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+    run = {"base_model": "m", "learning_rate": 2e-5, **adapter, **given}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    conversion, _ = convert(read_file(tmp_path / "run.yaml"), values=[], ranks=1)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    assert (config.model.base_dtype, config.lora.merge_aware) == (base, merges)

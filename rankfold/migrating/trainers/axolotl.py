@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.choices import STORED
 from engine.errors import UserError
 from rankfold.migrating import hub_data
 from rankfold.migrating.conversion import Conversion, number, other_objective, set_dtype, sets, truth
@@ -37,6 +38,35 @@ def adapter(conversion: Conversion, given: Given) -> None:
     conversion.add_fact(given, "lora", name in ("lora", "qlora"), f"adapters: {name or 'none'}")
     if name not in ("", "lora", "qlora", "none"):
         raise UserError(f"{given.source} gives adapter as {name}, but adapters here are LoRA's: write lora or qlora.")
+
+
+@sets("lora.merge_aware", "model.base_dtype")
+def merge_aware(conversion: Conversion, given: Given) -> None:
+    """Records training on merged and rounded weights, whose base stays in few bits there."""
+    if not truth(given):
+        conversion.drop(given, "switched off")
+        return
+    conversion.take(given, "lora.merge_aware", True)
+    conversion.take(given, "model.base_dtype", STORED)
+
+
+@sets("model.base_dtype")
+def stored(conversion: Conversion, given: Given) -> None:
+    """Records a base in few bits that stays as it is."""
+    if truth(given):
+        conversion.take(given, "model.base_dtype", STORED)
+    else:
+        conversion.drop(given, "switched off")
+
+
+@sets("model.base_dtype")
+def weight_dtype(conversion: Conversion, given: Given) -> None:
+    if given.value is None:
+        conversion.drop(given, "none")
+    elif str(given.value) in ("int4", "nf4", "int8"):
+        conversion.take(given, "model.base_dtype", str(given.value))
+    else:
+        raise UserError(f"{given.source} gives {given.key} as {given.value}: write int4, nf4 or int8.")
 
 
 def as_list(given: Given) -> list[Any]:

@@ -200,10 +200,13 @@ def fsdp(conversion: Conversion, given: Given) -> None:
 
 @sets("model.base_dtype")
 def quant_method(conversion: Conversion, given: Given) -> None:
+    if given.value == "fp8":
+        conversion.take(given, "model.base_dtype", "fp8_block")
+        return
     if given.value not in (None, "bnb"):
         raise UserError(
             f"{given.source} gives {given.key} as {given.value}, but a frozen base is encoded here as bitsandbytes "
-            "does it: give bnb with quant_bits 4 or 8."
+            "does it, or in blocks of FP8: give bnb with quant_bits 4 or 8, or fp8."
         )
     conversion.add_fact(given, "bnb", given.value == "bnb", "model.base_dtype: with quant_bits")
 

@@ -163,6 +163,8 @@ SIMD_INLINE Float from_byte(Byte bytes) {
 #if SIMD_AVX512
     const __mmask16 all = 0xFFFF;
     return (Float)_mm512_maskz_cvtepi32_ps(all, _mm512_maskz_cvtepi8_epi32(all, (__m128i)bytes));
+#elif SIMD_AVX2
+    return (Float)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&bytes)));
 #else
     typedef int8_t Signed __attribute__((vector_size(LANES)));
     return __builtin_convertvector(__builtin_convertvector((Signed)bytes, Int), Float);

@@ -122,12 +122,16 @@ class Rounding:
 
     `max_error` is the largest absolute difference of a stored value from the exact sum; `relative_error` the norm of
     all differences over that of the exact sums; `error_of_update` the same over the norm of the update, so that 1
-    means that the update was lost altogether.
+    means that the update was lost altogether. Where the sum goes back into a base in few bits, `update_kept` is the
+    part of the update that is left: the stored change along it, 1 for all of it.
     """
 
     max_error: float = 0.0
     squared_error: float = 0.0
     squared_value: float = 0.0
+    squared_change: float = 0.0
+    change_along: float = 0.0
+    has_change: bool = False
 
     def add(self, exact: Tensor, rounded: Tensor, scratch: Tensor) -> None:
         """Measures and adds a block; `scratch` has the shape and dtype of `exact`."""
@@ -142,11 +146,19 @@ class Rounding:
         self.squared_error += squared_error
         self.squared_value += squared_value
 
+    def add_change(self, wanted: Tensor, stored: Tensor) -> None:
+        """Adds a block of the update, and of what is stored of it."""
+        self.has_change = True
+        self.squared_change += float(torch.dot(wanted.flatten(), wanted.flatten()))
+        self.change_along += float(torch.dot(wanted.flatten(), stored.flatten()))
+
     def to_json(self, update_norm: float | None) -> dict[str, float]:
         error, value = math.sqrt(self.squared_error), math.sqrt(self.squared_value)
         found = {"max_error": self.max_error, "relative_error": error / value if value else 0.0}
         if update_norm is not None:
             found |= {"update_norm": update_norm, "error_of_update": error / update_norm if update_norm else 0.0}
+        if self.has_change and self.squared_change:
+            found["update_kept"] = self.change_along / self.squared_change
         return found
 
 
@@ -229,6 +241,19 @@ def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scal
     report = {"scale": scale, "tensors": {name: found[name] for name in sorted(found)}}
     write_durably(folder / MERGE_REPORT, json.dumps(report, indent=2) + "\n")
     return report["tensors"]
+
+
+def kept_summary(rounding: Mapping[str, Mapping[str, float]]) -> str | None:
+    """Returns one sentence about how much of an update a base's own format keeps; None where nothing was measured."""
+    kept = {name: each["update_kept"] for name, each in rounding.items() if "update_kept" in each}
+    if not kept:
+        return None
+    least = min(kept, key=lambda each: kept[each])
+    middle = sorted(kept.values())[len(kept) // 2]
+    return (
+        f"rounding keeps {middle:.0%} of the update in the median linear, and least in {least}, {kept[least]:.0%}: "
+        f"{MERGE_REPORT}"
+    )
 
 
 def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from engine.checkpoint.heads import SCORE, score_head
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
@@ -21,8 +23,9 @@ from engine.checkpoint.untied import trained_apart, untied
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import STORED, AdapterForm, AdapterReader, Implementation
 from engine.config.hub import instead_of, local_folder, looks_like_hub_name, name_of_snapshot
+from engine.config.resume_rules import flat_options
 from engine.config.run_files import CHECKPOINTS
-from engine.conversion.add_adapter import summary
+from engine.conversion.add_adapter import kept_summary, summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
 from engine.conversion.import_export import (
     DEFAULT_SHARD_BYTES,
@@ -46,6 +49,7 @@ from engine.conversion.shared_factors import EachExpert
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.kernels.checksum import slow_checksums
+from engine.models.dtypes import TORCH_DTYPES
 from engine.printable import printable
 from engine.sentences import listed
 from engine.telemetry.format import counted, format_bytes, short_path
@@ -71,6 +75,18 @@ class TrainedModel:
     def scale(self) -> Scale:
         """The factor on B A; 0 without adapters."""
         return recorded_scale(self.checkpoint.lora, self.values, self.model.names)
+
+    @property
+    def is_merge_aware(self) -> bool:
+        """Whether linears computed with adapters merged and rounded into them."""
+        return bool(self.checkpoint.lora.get("merge_aware"))
+
+    @property
+    def merged_factors(self) -> torch.dtype | None:
+        """The dtype of the factors that a merge-aware run merged; None for others."""
+        if not self.is_merge_aware:
+            return None
+        return TORCH_DTYPES[str(flat_options(self.checkpoint.run_config)["model.dtype"])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +213,11 @@ def run_export(
                 f"the base of {source} is in {trained.model.hf_path}, a folder that only this machine has, and an "
                 "adapter on the hub names its base: give the base's name there with --base-name."
             )
+        if trained.is_merge_aware:
+            log.info(
+                "note: this merge-aware run computed with the adapter rounded into its base, and readers of an adapter "
+                "add it unrounded: a merged model is what was trained"
+            )
         weights, chosen = trained.weights, adapter_form or "per_expert"
         unread = unread_by_peft(values, trained.checkpoint.lora, trained.model, chosen)
         proof = partial(prove_adapter, base=weights, trained=values, scale=trained.scale, unread=unread)
@@ -222,11 +243,13 @@ def run_export(
             "weights, or use --format peft."
         )
     base_dtype = trained.checkpoint.base.get("dtype")
+    if trained.is_merge_aware and options.low is None:
+        log.info(f"note: written in {base_dtype}, in which this merge-aware run computed; --dtype takes another format")
+        options = replace(options, low=LowOptions(dtype=base_dtype))
     weights = _as_trained(trained.weights, base_dtype, values.tensor_names(), options, log)
     merged = MergedSource(trained.model, weights, values, scale=trained.scale)
     card = model_card(trained.model, training_facts(trained.checkpoint))
-    run_config = trained.checkpoint.run_config
-    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer, card, run_config)
+    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer, card, trained)
 
 
 def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:
@@ -285,12 +308,13 @@ def _export_weights(
     log: Log,
     tokenizer: TrainedTokenizer = BASES_OWN,
     card: str | None = None,
-    run_config: str | None = None,
+    run: TrainedModel | None = None,
 ) -> None:
     proof: Proof | None = partial(prove_model, source=weights) if options.proof else None
     low = None
     if options.low is not None:
-        export = low_export(weights, options.low, run_config, log, proof=options.proof)
+        run_config, factors = (None, None) if run is None else (run.checkpoint.run_config, run.merged_factors)
+        export = low_export(weights, options.low, run_config, log, proof=options.proof, factors=factors)
         low, proof = export.low, export.check if export.has_checks else None
     with options.work(log, f"exporting {short_path(read)}", weights) as work:
         report = export_hf(
@@ -376,7 +400,7 @@ def _say(log: Log, report: ConversionReport) -> None:
     for note in report.notes:
         log.info(f"note: {note}")
     if report.rounding:
-        log.info(summary(report.rounding))
+        log.info(kept_summary(report.rounding) or summary(report.rounding))
     text = f"wrote {report.out}: {counted(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
     text += counted(len(report.files), "file")
     if report.kept_bytes:

@@ -94,10 +94,22 @@ class DecodedSource(WrappedSource):
     def changed_names(self) -> list[str]:
         return [name for name in self.tensor_names() if name in self._names]
 
+    @property
+    def encoded(self) -> frozenset[str]:
+        """The names of the weights that are encoded."""
+        return self._names
+
     def _decode(self, name: str, first: int, last: int, out: Tensor) -> None:
-        rows = self.base.read_rows(name, first, last)
-        parts = self._encoding.encode(rows, WholeMatrix(absmax=self._absmax(name), first_row=first))
-        self._encoding.decode(parts, out)
+        height = 1 if self._encoding.format is None else self._encoding.format.rows
+        low, high = first // height * height, min(-(-last // height) * height, self.shape(name)[0])
+        rows = self.base.read_rows(name, low, high)  # whole blocks, of which some rows may be asked for
+        parts = self._encoding.encode(rows, WholeMatrix(absmax=self._absmax(name), first_row=low))
+        if (low, high) == (first, last):
+            self._encoding.decode(parts, out)
+            return
+        whole = torch.empty(high - low, rows.shape[1], dtype=out.dtype)
+        self._encoding.decode(parts, whole)
+        out.copy_(whole[first - low : last - low])
 
     def _find_absmax(self, name: str) -> Tensor:
         blocks = row_blocks(self.shape(name), self.dtype(name).itemsize)

@@ -182,9 +182,18 @@ class MergedSource(WeightSource):
         rows: Rows = self.base.rows(name) if source is self.base else ReadRows(source, name)
         return UpdatedRows(rows, self._update(name))
 
+    def update(self, name: str) -> LowRank | StackedLowRank | Shift | None:
+        """Returns the change that an adapter makes to a tensor; None for one without, or that was trained in full."""
+        return self._update(name) if name not in self._full else None
+
     def update_norm(self, name: str) -> float | None:
-        update = self._update(name) if name not in self._full else None
+        update = self.update(name)
         return None if update is None else update.norm()
+
+    @property
+    def trained_in_full(self) -> frozenset[str]:
+        """Names of the tensors that were trained in full."""
+        return frozenset(self._full)
 
     def _adapter_at(self, name: str) -> str | None:
         """Returns the module whose adapter changes the tensor `name`, a weight or a bias."""

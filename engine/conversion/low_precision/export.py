@@ -7,15 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from engine.batch import Batch
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.weight_source import WeightSource
-from engine.choices import ExportDType, QuantMethod
+from engine.choices import STORED, ExportDType, QuantMethod
+from engine.conversion.decoded_base import DecodedSource
 from engine.conversion.live_rows import InputMoments, mean_loss
+from engine.conversion.low_precision.kept_format import encoded_format, stored_format
 from engine.conversion.low_precision.linears import LowPrecision, low_precision
 from engine.conversion.low_precision.proof import prove_low
 from engine.conversion.low_precision.scales import ScaleCoder
+from engine.conversion.merged_model import MergedSource
 from engine.conversion.proof import live_of
 from engine.errors import UserError
 from engine.telemetry.format import counted
@@ -96,17 +101,24 @@ class LowExport:
         found = [prove_low(folder, self.source, self.low)] if self.has_proof else []
         if self.evaluation:
             written = open_source(folder, self.source.model.implementation)
-            before = mean_loss(live_of(self.source), self.evaluation)
-            after = mean_loss(live_of(written), self.evaluation)
-            found.append(
-                f"evaluation loss {before:.4f} before rounding, {after:.4f} after ({after - before:+.4f}), "
-                f"over {counted(len(self.evaluation), 'row')}"
-            )
+            after, over = mean_loss(live_of(written), self.evaluation), counted(len(self.evaluation), "row")
+            if self.low.is_trained:
+                found.append(f"evaluation loss {after:.4f} over {over}")
+            else:
+                before = mean_loss(live_of(self.source), self.evaluation)
+                change = f"{before:.4f} before rounding, {after:.4f} after ({after - before:+.4f})"
+                found.append(f"evaluation loss {change}, over {over}")
         return "; ".join(found)
 
 
 def low_export(
-    source: WeightSource, options: LowOptions, run_config: str | None, log: Log, *, proof: bool
+    source: WeightSource,
+    options: LowOptions,
+    run_config: str | None,
+    log: Log,
+    *,
+    proof: bool,
+    factors: torch.dtype | None = None,
 ) -> LowExport:
     """Prepares an export in few bits: reads rows, and runs the model over those of `options.calibrate`.
 
@@ -114,11 +126,12 @@ def low_export(
         source: the weights, with what training changed.
         run_config: of the run, as YAML; None without one.
         proof: whether a stock reader has to open the result.
+        factors: dtype of the factors that a merge-aware run computed with; None for an ordinary run.
 
     Raises:
         UserError: the model cannot be stored so, or rows cannot be read.
     """
-    low = low_precision(source, options.dtype, options.method)
+    low = _chosen(source, options, factors)
     evaluation: list[Batch] = []
     if options.calibrate or options.evaluates:
         assert run_config is not None and options.reads is not None
@@ -128,6 +141,20 @@ def low_export(
         if options.calibrate:
             low = _calibrated(low, source, rows.training(options.calibrate), log)
     return LowExport(low=low, source=source, evaluation=evaluation, has_proof=proof)
+
+
+def _chosen(source: WeightSource, options: LowOptions, factors: torch.dtype | None) -> LowPrecision:
+    """Returns how linears are stored: with the base's own scales where it has the format, else with new ones."""
+    if options.dtype == STORED:
+        if options.method is not None:
+            raise UserError("--quant-method is for new formats, and --dtype stored keeps the base's: leave it out.")
+        return stored_format(source, factors)
+    base = source.base if isinstance(source, MergedSource) else None
+    kept = isinstance(base, DecodedSource) and base.base_dtype == options.dtype
+    if kept and not options.calibrate and options.method is None:
+        assert isinstance(source, MergedSource)
+        return encoded_format(source, options.dtype, factors)
+    return low_precision(source, options.dtype, options.method)
 
 
 def _calibrated(low: LowPrecision, source: WeightSource, batches: Sequence[Batch], log: Log) -> LowPrecision:

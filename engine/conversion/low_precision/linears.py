@@ -14,7 +14,7 @@ from engine.checkpoint.copying.contents import Concatenated, Content
 from engine.checkpoint.copying.file_writers import Piece
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.weight_source import WeightSource
-from engine.choices import ExportDType, QuantMethod
+from engine.choices import STORED, ExportDType, QuantMethod
 from engine.conversion.decoded_base import encoded_names
 from engine.conversion.low_precision.matrices import Coder, Latest, Matrix, Member, PackedContent, PackedMatrix
 from engine.conversion.low_precision.scales import ScaleCoder
@@ -47,6 +47,9 @@ class LowPrecision:
         config: modules whose weights are numbers -> config.json's quantization_config.
         notes: remarks for the user, a sentence each.
         identity: settings that decide the values, as JSON.
+        keeps: scales are the base's, and parts of weights that did not change are the base's own.
+        is_trained: the rounded model is the one that training computed with.
+        nested: config.json has what it says of the weights in the language model's part.
     """
 
     dtype: ExportDType
@@ -56,7 +59,15 @@ class LowPrecision:
     config: Callable[[Sequence[str]], Mapping[str, Any]]
     notes: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
+    keeps: bool = False
+    is_trained: bool = False
+    nested: bool = False
     _latest: Latest = field(default_factory=Latest)
+
+    @property
+    def name(self) -> str:
+        """The format, as a user reads it."""
+        return "the base's format" if self.dtype == STORED else self.dtype
 
     def holds(self, names: Sequence[str]) -> bool:
         """Returns whether a tensor of the checkpoint, of these logical ones, is stored in few bits."""
@@ -104,7 +115,8 @@ class LowPrecision:
             config: with or without such a part.
             ignored: modules whose weights are numbers.
         """
-        return {**without_encoding(config), KEY: dict(self.config(ignored))}
+        plain, found = without_encoding(config), {KEY: dict(self.config(ignored))}
+        return {**plain, "text_config": {**plain["text_config"], **found}} if self.nested else {**plain, **found}
 
 
 def matrix_of(source: WeightSource, module: str, names: Sequence[str], places: NameMap | None = None) -> Matrix:
@@ -156,15 +168,11 @@ def low_precision(source: WeightSource, dtype: ExportDType, method: QuantMethod 
     method = method or COMPRESSED_TENSORS
     if method == DEEPSEEK and dtype != "fp8_block":
         raise UserError(f"--quant-method fp8 is DeepSeek's way to store fp8_block, not {dtype}: leave it out.")
-    if source.model.names.pieces:
-        raise UserError(
-            f"--dtype {dtype} is for the engine's own families, and this {source.model.decoder.family} model has "
-            "transformers' modules: leave it out."
-        )
+    check_family(source, dtype)
     spelling = spelling_of(dtype, method)
     # readers have no groups that end within a matrix; blocks of rows and columns are cut at its edges
     group = 1 if dtype == "fp8_block" else spelling.group or 1
-    linears = [name for name in sorted(encoded_names(source.model.decoder, "int8", ())) if name.startswith("layers.")]
+    linears = linears_of(source)
     packed = frozenset(name for name in linears if source.shape(name)[1] % group == 0)
     if not packed:
         raise UserError(
@@ -189,3 +197,22 @@ def low_precision(source: WeightSource, dtype: ExportDType, method: QuantMethod 
         notes=tuple(notes),
         identity={"dtype": dtype, "quant_method": method},
     )
+
+
+def linears_of(source: WeightSource) -> list[str]:
+    """Returns the names of the weights that exports round."""
+    found = sorted(encoded_names(source.model.decoder, "int8", ()))
+    return [name for name in found if name.startswith("layers.")]
+
+
+def check_family(source: WeightSource, dtype: ExportDType) -> None:
+    """Refuses models whose linears an export cannot name.
+
+    Raises:
+        UserError: it has transformers' own modules.
+    """
+    if source.model.names.pieces:
+        raise UserError(
+            f"--dtype {dtype} is for the engine's own families, and this {source.model.decoder.family} model has "
+            "transformers' modules: leave it out."
+        )

@@ -46,8 +46,11 @@ def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
     decoder = written.model.decoder
     tokens = proof_tokens(decoder.vocab_size)
     decoded = live_logits(decoder, written, tokens)
-    moved = largest_difference(decoded, live_of(source).logits(tokens))
-    rounding = f"rounding to {low.dtype} moves logits by {moved:.1e} of the largest"
+    if low.is_trained:
+        rounding = "codes are those that training computed with"
+    else:
+        moved = largest_difference(decoded, live_of(source).logits(tokens))
+        rounding = f"rounding to {low.name} moves logits by {moved:.1e} of the largest"
     unreadable = obstacle_to_decoding(folder, has_experts=bool(source.model.decoder.num_experts))
     obstacle = unreadable or obstacle_to(folder, written.model)
     if obstacle is not None:

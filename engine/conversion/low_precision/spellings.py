@@ -7,7 +7,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.choices import ExportDType, QuantMethod
@@ -86,9 +86,30 @@ def quantization_config(dtype: ExportDType, method: QuantMethod, ignored: Sequen
     }
 
 
+def modelopt_config(ignored: Sequence[str]) -> dict[str, Any]:
+    """Returns ModelOpt's config of NVFP4, whose scales of scales multiply, as those do that training makes.
+
+    Args:
+        ignored: modules whose weights are numbers.
+    """
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": None,
+        "ignore": list(ignored),
+        "producer": {"name": "modelopt"},
+    }
+
+
+def spelling_in(config: Mapping[str, Any]) -> Spelling:
+    """Returns the spelling of a linear's tensors that a quantization_config gives all linears."""
+    encoding = encoding_of({KEY: config})
+    spelling = None if encoding is None else encoding.spelling("layers.0.linear")
+    assert spelling is not None, config
+    return spelling
+
+
 def spelling_of(dtype: ExportDType, method: QuantMethod) -> Spelling:
     """Returns the spelling of a linear's tensors."""
-    encoding = encoding_of({KEY: quantization_config(dtype, method, ())})
-    spelling = None if encoding is None else encoding.spelling("layers.0.linear")
-    assert spelling is not None, (dtype, method)
-    return spelling
+    return spelling_in(quantization_config(dtype, method, ()))

@@ -1,0 +1,155 @@
+"""Exports of runs in few bits: a merge-aware run's model is the one that is written, an ordinary one's change is
+counted, and the run's own rows are read again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.api import load_model
+from engine.checkpoint.model_weights import open_source
+from engine.choices import ExportDType, QuantMethod
+from engine.conversion.import_export import export_hf
+from engine.conversion.low_precision.linears import low_precision
+from tests.small_runs.conftest import SmallRuns
+from tests.unit.test_checkpoint_source import load_folder
+from tests.wrong_inputs.workplace import VOCABULARY, Seen, run_here
+
+TEXTS = [{"text": text} for text in ("abab baba abba", "cab bac abc", "aa bb cc", "bb aa cab")]
+PAIRS = [("abab ", "baba"), ("cab ", "bac abc")]
+
+
+def make_base(run: SmallRuns, dtype: ExportDType | None, method: QuantMethod | None = None) -> None:
+    """Gives the workplace a model whose linears have whole groups, in 16 bits or few."""
+    folder, kept = run.place.model, run.place.folder / "kept"
+    kept.mkdir()
+    shutil.copy(folder / "tokenizer.model", kept)
+    shutil.rmtree(folder)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCABULARY, max_position_embeddings=64,
+    )  # fmt: skip
+    plain = folder if dtype is None else run.place.folder / "plain"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
+    if dtype is not None:
+        source = open_source(plain)
+        export_hf(source, folder, low=low_precision(source, dtype, method))
+    shutil.copy(kept / "tokenizer.model", folder)
+    run.place.records(*TEXTS)
+    run.place.set(train__steps=3, lora__targets='["q_proj","v_proj","o_proj","up_proj","down_proj"]', optim__lr=0.02)
+
+
+def export(run: SmallRuns, *words: Any, status: int = 0) -> Seen:
+    out = run.place.folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    seen = run_here("export", [str(run.folder), "--merged", "--out", str(out), *map(str, words)], run.capture)
+    assert seen.status == status, seen.printed
+    return seen
+
+
+def scores(*, dtype: Any, **given: Any) -> list[float]:
+    with load_model(dtype=dtype, **given) as model:
+        return [float(one) for score in model.score(PAIRS) for one in score.logps]
+
+
+@pytest.mark.parametrize(
+    ("stored", "method", "base_dtype", "dtype"),
+    [
+        ("nvfp4", None, "stored", "bfloat16"), ("nvfp4", None, "stored", "float32"),
+        ("mxfp4", None, "stored", "bfloat16"), ("mxfp8", None, "stored", "bfloat16"),
+        ("fp8_block", "fp8", "stored", "bfloat16"), ("int4", None, "stored", "bfloat16"),
+        ("int8", None, "stored", "bfloat16"), (None, None, "nvfp4", "bfloat16"), (None, None, "int8", "float32"),
+        (None, None, "int4", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_merge_aware_run_is_written_as_it_was_trained(
+    run: SmallRuns, stored: ExportDType | None, method: QuantMethod | None, base_dtype: str, dtype: str
+) -> None:
+    make_base(run, stored, method)
+    run(model__base_dtype=base_dtype, lora__merge_aware="true", model__dtype=dtype)
+    printed = export(run).printed
+    assert f"written in {base_dtype}, in which this merge-aware run computed" in printed
+    assert "codes are those that training computed with" in printed
+    out = run.place.folder / "out"
+    trained = scores(adapter=run.folder, base_dtype=base_dtype, dtype=dtype)
+    assert scores(model=out, base_dtype="stored", dtype=dtype) == trained
+    assert scores(model=run.place.model, dtype=dtype) != trained
+    if stored is not None:
+        before, after = load_folder(run.place.model), load_folder(out)
+        assert {name: (one.shape, one.dtype) for name, one in before.items()} == {
+            name: (one.shape, one.dtype) for name, one in after.items()
+        }
+        codes = "model.layers.0.self_attn.{}.weight" + ("_packed" if stored in ("nvfp4", "mxfp4", "int4") else "")
+        as_bytes = [
+            [one[codes.format(leaf)].view(torch.uint8) for leaf in ("q_proj", "k_proj")] for one in (before, after)
+        ]
+        assert not torch.equal(as_bytes[0][0], as_bytes[1][0]) and torch.equal(as_bytes[0][1], as_bytes[1][1])
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (run.place.model, out)]
+        assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_an_ordinary_runs_change_is_counted(run: SmallRuns) -> None:
+    make_base(run, "nvfp4")
+    run(model__base_dtype="stored")
+    printed = export(run, "--dtype", "stored", "--evaluate", run.place.train).printed
+    found = re.search(r"rounding keeps (\d+)% of the update in the median linear, and least in (\S+), (\d+)%", printed)
+    assert found is not None, printed
+    losses = re.search(r"evaluation loss (\S+) before rounding, (\S+) after \((\S+)\), over 4 rows", printed)
+    assert losses is not None and "rounding to the base's format moves logits by" in printed
+    out = run.place.folder / "out"
+    report = json.loads((out / "merge_report.json").read_text())["tensors"]
+    kept = {name: one["update_kept"] for name, one in report.items() if "update_kept" in one}
+    assert len(kept) == 10 and 0 < min(kept.values()) < 1
+    assert min(kept, key=lambda name: kept[name]) == found[2]
+    # by hand, of one of them: the stored change along the wanted one
+    adapter = run.place.folder / "adapter out"
+    seen = run_here("export", [str(run.folder), "--out", str(adapter)], run.capture)
+    assert not seen.status, seen.printed
+    name = "layers.1.mlp.up_proj"
+    stored = load_file(adapter / "adapter_model.safetensors")
+    a, b = (next(one for key, one in stored.items() if f"1.mlp.up_proj.lora_{leaf}." in key) for leaf in "AB")
+    wanted = 2 * b.double() @ a.double()
+    before, after = (open_source(folder).read_whole(f"{name}.weight").double() for folder in (run.place.model, out))
+    assert kept[f"{name}.weight"] == pytest.approx(
+        float(((after - before) * wanted).sum() / wanted.norm() ** 2), rel=0.1
+    )
+
+
+def test_a_runs_rows_choose_scales_and_measure_losses(run: SmallRuns) -> None:
+    make_base(run, None)
+    said = run(data__validation=run.place.train)
+    plain = export(run, "--dtype", "int4", "--evaluate", "validation").printed
+    calibrated = export(run, "--dtype", "int4", "--calibrate", 3, "--evaluate", "validation").printed
+    assert "calibrated on 3 rows of" in calibrated and "calibrated" not in plain
+    pattern = r"evaluation loss (\S+) before rounding, (\S+) after"
+    found = [re.search(pattern, printed) for printed in (plain, calibrated)]
+    assert found[0] is not None and found[1] is not None
+    assert found[0][1] == found[1][1] and found[0][2] != found[1][2]
+    # the loss before is that of the training's own evaluation
+    trained = re.findall(r"evaluation loss (\d+\.\d+)", said)
+    assert float(found[0][1]) == pytest.approx(float(trained[-1]), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--dtype", "stored"], "--dtype stored keeps the base's format, and"),
+        (["--dtype", "int8", "--evaluate", "validation"], "--evaluate is validation, and the run has no"),
+        (["--dtype", "int8", "--evaluate", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--dtype", "stored", "--calibrate", 4], "--calibrate chooses scales, and --dtype stored keeps"),
+    ],
+)
+def test_wrong_options_are_one_sentence(run: SmallRuns, words: list[Any], sentence: str) -> None:
+    run.place.records(*TEXTS)
+    run()
+    seen = export(run, *words, status=2)
+    assert sentence in seen.sentence and "\n" not in seen.sentence.strip()
+    assert not (run.place.folder / "out").exists()

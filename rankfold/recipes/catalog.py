@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from engine.choices import STORED
 from engine.config.suggestions import closest
 from engine.errors import UserError
 from engine.sentences import listed
@@ -81,7 +82,6 @@ class Model:
         config: of its config.json, what sizes and layers follow from.
         implementation: as model.implementation.
         targets: as lora.targets; () for all linears.
-        published: encoding of the published weights where the engine does not read it.
         sees_images: whether its recipes train on images too.
         methods: for which recipes are stored.
     """
@@ -92,14 +92,18 @@ class Model:
     config: dict[str, Any]
     implementation: str = "auto"
     targets: tuple[str, ...] = ()
-    published: str | None = None
     sees_images: bool = False
     methods: tuple[Method, ...] = ("sft",)
 
     @property
     def path(self) -> str:
         """The model.path of its run files."""
-        return self.hub if self.published is None else f"{self.hub.partition('/')[2]}-bf16"
+        return self.hub
+
+    @property
+    def encodings(self) -> tuple[str | None, ...]:
+        """How its base may be stored, in the order in which recipes try it; as model.base_dtype."""
+        return (None, STORED, "nf4") if "quantization_config" in self.config else (None, "nf4")
 
     @property
     def context(self) -> int:

@@ -209,6 +209,7 @@ def _overview() -> list[str]:
     return [
         *table,
         "",
-        "Under a GPU's name: how many of them sft takes at least, with the base in 4 bits where nf4 is said.",
+        "Under a GPU's name: how many of them sft takes at least, with the base in 4 bits where nf4 is said, "
+        "and as its checkpoint has it where stored is.",
         "rankfold recipe list MODEL has all of a model; rankfold recipe MODEL --gpu NAME --gpus N shows a run file.",
     ]

@@ -14,10 +14,11 @@ a GPU; on a CPU predictions are within 5% of measured peaks. Ten percent of each
 `rankfold recipe show qwen3-8b --gpu h100 --gpus 4` prints a run file with its predicted speed, and plans what is not in
 these tables; [planning](planning.md) says how.
 
-A cell has the GiB, `nf4` where the base has to be stored in 4 bits, and the layout: `dp` copies that each read their
-own rows, `tp` tensor ranks, `pp` pipeline stages, `ep` ranks over which experts are divided, `z2` where gradients and
-optimizer are sharded over the copies, `z3` where weights are too, and `r` where whole layers or attention are
-recomputed in backward. A dash does not fit, nothing is not planned.
+A cell has the GiB, `nf4` where the base has to be stored in 4 bits, `stored` where it has to stay in the few bits of
+[its checkpoint](low-precision.md), and the layout: `dp` copies that each read their own rows, `tp` tensor ranks, `pp`
+pipeline stages, `ep` ranks over which experts are divided, `z2` where gradients and optimizer are sharded over the
+copies, `z3` where weights are too, and `r` where whole layers or attention are recomputed in backward. A dash does not
+fit, nothing is not planned.
 
 This page is written by `python -m rankfold.recipes.update --write`.
 """
@@ -86,8 +87,6 @@ def _facts(model: Model) -> str:
         found.append("its language model alone")
     if model.targets:
         found.append("adapters on attention alone")
-    if model.published is not None:
-        found.append(f"from a copy in bfloat16, as its published {model.published.upper()} weights are not read")
     return "; ".join(found) + "."
 
 

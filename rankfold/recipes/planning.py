@@ -20,8 +20,6 @@ from rankfold.planning.memory_report import memory_options
 from rankfold.recipes.catalog import NODE, Plan, Recipe
 from rankfold.recipes.run_file import sections
 
-ENCODINGS = (None, "nf4")
-"""Of the base, in the order in which they are tried: the first with which something fits."""
 _WITH_CONTEXT = 16384
 """Tokens of a row from which layouts that cut rows over GPUs are tried."""
 
@@ -35,7 +33,7 @@ def planned(recipe: Recipe, *, seq_length: int | None = None) -> Plan | None:
     Raises:
         UserError: the options do not go together.
     """
-    for encoding in ENCODINGS:
+    for encoding in recipe.model.encodings:
         answer = _ask(recipe, encoding, seq_length)
         if answer.found.fitting:
             return _plan(recipe, answer, encoding)

@@ -102,8 +102,6 @@ def about(recipe: Recipe, plan: Plan) -> list[str]:
         f"Predicted, not measured: {plan.layout}; {plan.gib:.1f} of {gpu.memory:g} GiB on the fullest GPU,",
         f"{likely:,} tokens/s on each GPU ({slow:,} to {fast:,}). Written by rankfold recipe.",
     ]
-    if model.published is not None:
-        lines.append(f"model.path is a copy of {model.hub} in bfloat16: its {model.published} weights are not read.")
     if model.implementation == "native":
         lines.append("The language model is trained on text; the checkpoint's other parts are left out.")
     if recipe.method == "grpo":
@@ -119,8 +117,7 @@ def next_commands(recipe: Recipe, path: str, *, downloads: bool = True) -> list[
         downloads: whether the model is to be taken from the hub.
     """
     gpu, config = recipe.gpu, shlex.quote(path)
-    from_hub = recipe.model.published is None and downloads
-    download = " --download" if from_hub else ""
+    download = " --download" if downloads else ""
     start = f"rankfold train --nproc {min(recipe.count, NODE)}"
     if recipe.nodes > 1:
         start += f" --nnodes {recipe.nodes} --rdzv-endpoint HOST:29400"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from rankfold.launching.command import launch
 from rankfold.recipes import catalog, command
 from rankfold.recipes.catalog import Recipe
 from rankfold.recipes.command import recipe
-from rankfold.recipes.run_file import next_commands, text_of
+from rankfold.recipes.run_file import text_of
 from tests.support.commands import REPOSITORY
 
 
@@ -67,12 +66,11 @@ def test_two_nodes_meet(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--nodes 2 --gpus-per-node 8" in said
 
 
-def test_weights_that_are_not_read_are_named() -> None:
-    model = replace(catalog.models()["qwen3-8b"], published="fp8")
-    wanted = Recipe(model=model, gpu=catalog.GPUS["h100"], count=1)
-    text = text_of(wanted, catalog.plans()[wanted.name])
-    assert "path: Qwen3-8B-bf16\n" in text and "copy of Qwen/Qwen3-8B in bfloat16: its fp8 weights are not read" in text
-    assert not any("download" in command for _, command in next_commands(wanted, "run.yaml"))
+def test_a_base_stays_in_the_few_bits_of_its_checkpoint() -> None:
+    """gpt-oss is released in MXFP4, so that nothing is rounded again."""
+    wanted = Recipe(model=catalog.models()["gpt-oss-120b"], gpu=catalog.GPUS["h200"], count=1)
+    assert "path: openai/gpt-oss-120b\n" in (text := text_of(wanted, catalog.plans()[wanted.name]))
+    assert "base_dtype: stored\n" in text
 
 
 def test_rows_beyond_the_context_are_named() -> None:

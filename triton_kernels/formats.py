@@ -567,7 +567,8 @@ def merged_stack(
 ) -> None:
     """Writes several merged matrices in one launch, each as `merged_decode` does.
 
-    Groups that are no power of 2 or longer than 1024 columns, which vendors do not have, are merged by torch.
+    Groups that are no power of 2 or longer than 1024 columns, and exponents for FP8 blocks of one row, which vendors do
+    not have, are merged by torch.
 
     Args:
         of: the format, whose blocks begin at the first row of each matrix.
@@ -578,7 +579,8 @@ def merged_stack(
     """
     count, rows, columns = out_MOI.shape
     block = of.group or min(power_of_2(columns, 2), _LONGEST_BLOCK)
-    if block & (block - 1) or not 1 < block <= _LONGEST_GROUP:
+    one_row = of.name == "fp8_block" and of.rows == 1 and parts["scales"].dtype == torch.uint8
+    if block & (block - 1) or not 1 < block <= _LONGEST_GROUP or one_row:
         for one in range(count):
             own = {name: part[one] for name, part in parts.items()}
             reference_formats.merged_decode(of, own, b_MOR[one], a_MRI[one], scale, out_MOI[one])

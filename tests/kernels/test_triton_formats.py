@@ -22,6 +22,8 @@ VARIANTS = {
     "fp8_block of exponents": replace(FORMATS["fp8_block"], scale_dtype=torch.uint8),
     "fp8_block bf16": replace(FORMATS["fp8_block"], scale_dtype=torch.bfloat16),
     "fp8_block stacked": replace(FORMATS["fp8_block"], granule=32),
+    "fp8_block of a row": Format(name="fp8_block", group=64),
+    "fp8_block of a row, exponents": Format(name="fp8_block", group=64, scale_dtype=torch.uint8),
     "fp8_channel bf16": replace(FORMATS["fp8_channel"], scale_dtype=torch.bfloat16),
     "fp8_channel one": replace(FORMATS["fp8_channel"], keeps_scales=True),
     "int4 with zeros": replace(FORMATS["int4"], group=32, has_zero_points=True, scale_dtype=torch.float16),

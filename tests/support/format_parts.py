@@ -14,6 +14,8 @@ SPELLINGS = {
     "nvfp4 divided": replace(FORMATS["nvfp4"], divides=True),
     "fp8_block bf16": replace(FORMATS["fp8_block"], scale_dtype=torch.bfloat16),
     "fp8_block exponents": replace(FORMATS["fp8_block"], scale_dtype=torch.uint8),
+    "fp8_block row": Format(name="fp8_block", group=64),
+    "fp8_block row exponents": Format(name="fp8_block", group=64, scale_dtype=torch.uint8),
     "fp8_block cut": replace(FORMATS["fp8_block"], granule=32),
     "fp8_channel bf16": replace(FORMATS["fp8_channel"], scale_dtype=torch.bfloat16),
     "fp8_channel one": replace(FORMATS["fp8_channel"], keeps_scales=True),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reshard import Box, BoxColumns
 from engine.checkpoint.rows import ReadRows, Rows
+from engine.checkpoint.safetensors_file import checksum
 from engine.checkpoint.verification import Piece, PieceChecks
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.errors import UserError
@@ -90,6 +91,10 @@ class ArrangedSource(WeightSource):
 
     def view(self, name: str, index: int) -> Tensor:
         return self._checks.view(name, index)
+
+    def is_encoded(self, name: str, index: int) -> bool:
+        """Returns whether a piece is stored in few bits."""
+        return self._tensors.is_encoded(self._parts[name][index].stored)
 
     def stored_view(self, name: str, index: int) -> Tensor:
         part = self._parts[name][index]
@@ -255,6 +260,11 @@ class _WholeChecks(PieceChecks):
     def __init__(self, source: ArrangedSource) -> None:
         super().__init__(source)
         self._source, self._counts = source, source.piece_counts()
+
+    def summing(self, name: str, index: int) -> Callable[[], str]:
+        if self._source.is_encoded(name, index):  # decoded by who sums it, one at a time
+            return lambda: checksum(self._source.stored_view(name, index))
+        return super().summing(name, index)
 
     def record(self, piece: Piece, found: str) -> None:
         super().record(piece, found)

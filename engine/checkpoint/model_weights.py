@@ -8,7 +8,7 @@ untouched, under their own names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,11 +24,13 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import raw_bytes
 from engine.checkpoint.verification import PieceChecks
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import Implementation
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
+from engine.kernels.checksum import Checksum
 from engine.kernels.formats import Format, part_shapes
 from engine.models.families.checking import part_of
 from engine.models.names import nest
@@ -41,6 +43,8 @@ from engine.sentences import listed
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
 
+_SUMMED_AT_ONCE = 1 << 22
+"""Numbers; bounds the memory of a checksum."""
 _KEPT_DECODED = 2
 """Linears of experts that stay decoded: one is read in several runs of rows."""
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
@@ -61,7 +65,7 @@ class HfSource(WeightSource):
         self._encoding = encoding if self._is_encoded else None
         self._locations = {name: names.to_hf(name) for name in self._shapes}
         self._decoded = lru_cache(maxsize=_KEPT_DECODED)(self._decode)
-        self._checks = PieceChecks(self)
+        self._checks = _DecodedChecks(self)
         self._expected: Mapping[str, str] = {}
         self._recorded_by = ""
         self._outside = self._check_names(nested)
@@ -198,6 +202,17 @@ class HfSource(WeightSource):
             return tensor
         return tensor.narrow(0, location.row_offset, location.num_rows)
 
+    def decoded_sum(self, name: str) -> str:
+        """Returns the checksum of the numbers of a weight in few bits, of which a few rows are decoded at a time."""
+        matrix, (rows, columns), found = self._matrix(name), self._shapes[name], Checksum()
+        assert matrix is not None, name
+        height = max(1, _SUMMED_AT_ONCE // columns)
+        for first in range(0, rows, height):
+            out = torch.empty(min(height, rows - first), columns, dtype=self._tensors.decoded_dtype)
+            matrix.decode(out, slice(first, first + out.shape[0]), slice(0, columns))
+            found.update(raw_bytes(out))
+        return found.text()
+
     def _decode(self, name: str) -> Tensor:
         """Returns a whole weight in few bits."""
         matrix, (rows, columns) = self._matrix(name), self._shapes[name]
@@ -319,6 +334,19 @@ class HfSource(WeightSource):
                 f"{self.label} has {stored} with shape {list(found)}, but its config.json calls for {list(wanted)}: "
                 "correct config.json or copy the model again."
             )
+
+
+class _DecodedChecks(PieceChecks):
+    """Checks of tensors, of which those in few bits are summed as numbers, so that an import has the same sums."""
+
+    def __init__(self, source: HfSource) -> None:
+        super().__init__(source)
+        self._source = source
+
+    def summing(self, name: str, index: int) -> Callable[[], str]:
+        if self._source.spelling(name) is not None:
+            return partial(self._source.decoded_sum, name)
+        return super().summing(name, index)
 
 
 class PartitionedSource(WeightSource):

@@ -56,6 +56,10 @@ class TensorReader(ABC):
             UserError: it is damaged.
         """
 
+    def piece_bytes(self, name: str, index: int) -> int:
+        """Returns the bytes of piece `index`."""
+        return num_bytes(self.dtype(name), self.boxes(name)[index].shape(self.shape(name)))
+
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
         """Returns a rank's part of a tensor.
 

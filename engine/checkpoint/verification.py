@@ -9,9 +9,10 @@ since each machine may hold a copy of its own.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import NoReturn, Protocol, cast
 
@@ -36,6 +37,9 @@ class CheckedReader(Protocol):
 
     def stored_view(self, name: str, index: int) -> Tensor:
         """Returns a piece as it is in its file, unchecked."""
+
+    def piece_bytes(self, name: str, index: int) -> int:
+        """Returns the bytes of a piece."""
 
     def recorded_sum(self, name: str, index: int) -> str | None:
         """Returns the checksum that a piece must have; None where none is on record."""
@@ -82,9 +86,13 @@ class PieceChecks:
         if self._is_off or piece in self.sums or not (self._learns or self._reader.recorded_sum(*piece) is not None):
             return
         if self._put_off is None:
-            self.record(piece, checksum(self._reader.stored_view(*piece) if tensor is None else tensor))
+            self.record(piece, self.summing(*piece)() if tensor is None else checksum(tensor))
         else:
             self._put_off.add(piece)
+
+    def summing(self, name: str, index: int) -> Callable[[], str]:
+        """Returns what computes a piece's checksum, in any thread."""
+        return partial(checksum, self._reader.stored_view(name, index))
 
     def record(self, piece: Piece, found: str) -> None:
         """Stores a piece's checksum; raises UserError where another one is recorded, or was found elsewhere."""
@@ -122,17 +130,18 @@ class PieceChecks:
         everyone = cast(list[tuple[str, np.ndarray]], gather_objects((this_machine(), mine), axis))
         neighbours = [rank for rank, (machine, _) in enumerate(everyone) if machine == everyone[axis.rank][0]]
         read = np.unique(np.concatenate([everyone[rank][1] for rank in neighbours])).tolist()
-        views = {place: self._reader.stored_view(*pieces.piece(place)) for place in read}
-        own = _own_share(views, neighbours.index(axis.rank), len(neighbours))
+        sizes = {place: self._reader.piece_bytes(*pieces.piece(place)) for place in read}
+        own = _own_share(sizes, neighbours.index(axis.rank), len(neighbours))
+        sums = [self.summing(*pieces.piece(place)) for place in own]
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="check") as pool:
-            found = dict(zip(own, pool.map(checksum, own.values()), strict=True))
+            found = dict(zip(own, pool.map(lambda one: one(), sums), strict=True))
         reported = {
             place: value
             for place, value in found.items()
             if learn or value != self._reader.recorded_sum(*pieces.piece(place))
         }
-        for sums in cast(list[dict[int, str]], gather_objects(reported, axis)):
-            for place, value in sums.items():
+        for known in cast(list[dict[int, str]], gather_objects(reported, axis)):
+            for place, value in known.items():
                 self.record(pieces.piece(place), value)
         for place in read:
             self.sums.setdefault(pieces.piece(place), self._reader.recorded_sum(*pieces.piece(place)) or "")
@@ -159,13 +168,13 @@ class _Places:
         return self._names[tensor], place - self._starts[tensor]
 
 
-def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Tensor]:
+def _own_share(sizes: dict[int, int], rank: int, ranks: int) -> list[int]:
     """Returns this rank's share: neighbouring pieces of about as many bytes as the other ranks get."""
-    total, before, own = sum(view.nbytes for view in views.values()), 0, {}
-    for place, view in views.items():
+    total, before, own = sum(sizes.values()), 0, []
+    for place, size in sizes.items():
         if min(before * ranks // max(1, total), ranks - 1) == rank:
-            own[place] = view
-        before += view.nbytes
+            own.append(place)
+        before += size
     return own
 
 

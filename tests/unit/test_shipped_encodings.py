@@ -16,7 +16,10 @@ from torch import Tensor
 
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.safetensors_file import checksum
+from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
+from engine.distributed.mesh import Axis
 from engine.distributed.sharding import Piece, ShardSpec, runs_spec, split_spec
 from engine.errors import UserError
 from engine.kernels.formats import Format, part_shapes
@@ -211,3 +214,20 @@ def test_fused_projections_are_cut_from_one_matrix(tmp_path: Path) -> None:
             assert source.shape(name)[0] == value
             parts = source.read_parts(name, whole(source, name), kind)
             assert torch.equal(decoded(kind, parts, source.shape(name)), source.read_whole(name)), name
+
+
+def test_sums_of_decoded_numbers_need_no_decoded_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that keep the codes sum what they mean, as an import of it is summed, a few rows at a time."""
+    compressed_model(tmp_path, "llama fused", {"NVFP4A16": ["Linear"]})
+    source, plain = open_source(tmp_path), open_source(tmp_path)
+    monkeypatch.setattr("engine.checkpoint.model_weights._SUMMED_AT_ONCE", 1000)
+    monkeypatch.setattr(source, "_decoded", None)
+    with checked_together([source.checks], Axis("world"), learn=True):
+        for name in source.tensor_names():
+            kind = source.format(name)
+            _ = source.read_whole(name) if kind is None else source.read_parts(name, whole(source, name), kind)
+    assert source.sums() == {name: checksum(plain.read_whole(name)) for name in plain.tensor_names()}
+    name = "layers.0.mlp.up_proj.weight"
+    plain.expect({name: "00000000"}, "a run")
+    with pytest.raises(UserError, match="has changed: .*up_proj.weight has checksum .* had 00000000 when a run"):
+        plain.read_parts(name, whole(plain, name), plain.format(name))

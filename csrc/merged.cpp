@@ -405,7 +405,7 @@ EXPORT void engine_merged_decode(int threads, int type, int64_t rows, int64_t co
                                  int64_t ld_a, float scale, void* out, int64_t ld_out) {
     const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,   ld_scales,
                                 joint, granule, group, tensor_scale, zeros,      ld_zeros, keeps_scales != 0};
-    const int64_t ld = formats::odd_lines(columns);
+    const int64_t ld = formats::odd_lines(columns + simd::LANES);  // a group may begin inside a vector
     float *wide_a = common::scratch<5>(rank * ld), *wide_b = common::scratch<6>(rows * rank);
     std::fill(wide_a, wide_a + rank * ld, 0.0f);
     simd::with_type(factor_type, [=](auto zero) {

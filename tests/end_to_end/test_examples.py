@@ -132,6 +132,34 @@ def test_types_without_a_family(name: str, changed: tuple[str, ...], tmp_path: P
     _check_what_trains("released_yesterday", tmp_path, 1e-2, changed, f"{name}.yaml", folder / name, records)
 
 
+def test_low_precision(tmp_path: Path) -> None:
+    """The merged checkpoint has the tensors of the one before, other codes, and, read by transformers, the loss that
+    the run reported; logits are in bfloat16, and the data's means of each are over other orders of the same tokens."""
+    pytest.importorskip("compressed_tensors")
+    from examples.low_precision import compare, make_small
+
+    make_small.write(tmp_path / "in")
+    run, out, model = tmp_path / "run", tmp_path / "merged", tmp_path / "in" / "model"
+    data = {name: tmp_path / "in" / f"{name}.json" for name in ("train", "validation")}
+    own = {
+        "model.path": model, "data.train": data["train"], "data.validation": data["validation"],
+        "data.seq_length": 128, "optim.lr": 1e-2, "train.steps": 4, "train.micro_batch_size": 2,
+        "train.global_batch_size": 4, "train.eval_every": 0, "checkpoint.dir": run,
+    }  # fmt: skip
+    run_tool("pretrain_lora", "--config", EXAMPLES / "low_precision" / "run.yaml", *options(own))
+    run_tool("convert", "export", "--source", run, "--out", out, "--format", "hf", "--merge")
+    before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
+    assert {name: (one.dtype, one.shape) for name, one in before.items()} == {
+        name: (one.dtype, one.shape) for name, one in after.items()
+    }
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.endswith((compare.CODES, "weight_scale")) for name in changed), sorted(changed)
+    first, *_, last = _evaluations(run)
+    assert last < first
+    for folder, loss in ((model, first), (out, last)):
+        assert compare.answer_loss(folder, data["validation"]) == pytest.approx(loss, rel=5e-3)
+
+
 def _check_what_trains(
     name: str,
     tmp_path: Path,

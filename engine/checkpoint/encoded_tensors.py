@@ -169,6 +169,10 @@ class EncodedTensors:
         """Returns a view of the mapped file, or the decoded tensor."""
         return self._decoded(name) if name in self._encoded else self._files.view(name)
 
+    def unread_view(self, name: str) -> Tensor:
+        """Returns a view of one of `unread`."""
+        return self._files.view(name)
+
     def stored_at(self, name: str) -> tuple[Path, int]:
         """Returns the file that holds the tensor, and where in it the tensor's bytes, or the codes', begin."""
         return self._files.stored_at(self.stored_names(name)[0])

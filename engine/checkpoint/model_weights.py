@@ -84,6 +84,9 @@ class HfSource(WeightSource):
     def notes(self) -> list[str]:
         return self._tensors.notes()
 
+    def beside_codes(self) -> Mapping[str, Tensor]:
+        return {name: self._tensors.unread_view(name) for name in self._tensors.unread}
+
     def encoding_note(self, *, decodes: bool) -> str | None:
         return self._tensors.note(decodes=decodes)
 

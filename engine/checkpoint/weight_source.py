@@ -103,6 +103,11 @@ class WeightSource(StoredTensors):
         """What config.json says of weights that are stored in few bits; None where there are none."""
         return None
 
+    def beside_codes(self) -> Mapping[str, Tensor]:
+        """Returns what is stored beside weights in few bits and numbers do not depend on, such as scales of
+        activations, by its name in the checkpoint."""
+        return {}
+
     def encoding_note(self, *, decodes: bool) -> str | None:
         """Returns a line about weights that are stored in few bits; None without any.
 
@@ -241,6 +246,9 @@ class WrappedSource(WeightSource):
     @property
     def encoding(self) -> ShippedEncoding | None:
         return self.base.encoding
+
+    def beside_codes(self) -> Mapping[str, Tensor]:
+        return self.base.beside_codes()
 
     def encoding_note(self, *, decodes: bool) -> str | None:
         return self.base.encoding_note(decodes=decodes)

@@ -31,6 +31,7 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.checkpoint.weight_source import WeightSource
+from engine.choices import STORED
 from engine.conversion.add_adapter import write_rounding
 from engine.conversion.low_precision.linears import LowPrecision, unstacked
 from engine.conversion.model_card import CARD
@@ -41,6 +42,7 @@ from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
 from engine.models.names import FUSED, QKV, NameMap
+from engine.quantization.shipped.config import KEY
 from engine.seams import resolve
 from engine.sentences import listed
 
@@ -300,7 +302,12 @@ def export_hf(
             for order, (hf_name, members) in enumerate(parts.items())
         ]
     else:
-        names = unstacked(source.model, names)
+        if low.dtype != STORED:
+            names = unstacked(source.model, names)
+        elif fusing != "keep":
+            raise UserError(
+                f"--fused {fusing} changes matrices whose scales --dtype stored keeps: leave one of them out."
+            )
         parts, pieces, config = _in_few_bits(source, names, low)
     files = _planned_shards(source, pieces, max_shard_bytes, in_order=bool(names.pieces))
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
@@ -311,7 +318,9 @@ def export_hf(
     inputs = (source.model.path, *inputs)
     room = total + companions.num_bytes
     with _written(out, files, plan, inputs, room, work) as (staging, streamed):
-        notes = [*source.notes, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
+        # of a base in few bits they say that it is so no longer
+        own = source.notes if low is None else [note for note in source.notes if KEY not in note]
+        notes = [*own, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
         notes += [] if low is None else low.notes
         if len(files) > 1:
             _write_index(staging / INDEX, files, total)
@@ -420,6 +429,7 @@ def _in_few_bits(
                 ignored.update(alias for module in modules for alias in names.aliases(module))
         parts[own[0].key] = members
         pieces.extend(own)
+    pieces.extend(low.beside_pieces(len(parts)))
     ignored.update(
         name.removesuffix(".weight")
         for name in source.outside_names()

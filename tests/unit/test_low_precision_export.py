@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,24 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from engine.batch import Batch
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import ExportDType, QuantMethod
 from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.conversion.live_rows import InputMoments, mean_loss
 from engine.conversion.low_precision import matrices
+from engine.conversion.low_precision.kept_format import stored_format
 from engine.conversion.low_precision.linears import low_precision, matrix_of
+from engine.conversion.low_precision.matrices import Coded, Coder, Matrix
 from engine.conversion.low_precision.proof import prove_low
 from engine.conversion.low_precision.scales import ScaleCoder
-from engine.conversion.low_precision.spellings import spelling_of
+from engine.conversion.low_precision.spellings import spelling_in, spelling_of
 from engine.conversion.merged_model import MergedSource
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.proof import live_of
 from engine.errors import UserError
-from engine.kernels.reference_formats import block_decode
+from engine.kernels.formats import Format
+from engine.kernels.reference_formats import block_decode, requantise
 from tests.unit.checkpoint_models import hf_name, tiny_llama
 from tests.unit.test_checkpoint_source import load_folder
 
@@ -342,3 +347,82 @@ def test_calibrated_scales_move_outputs_less(tmp_path: Path, dtype: ExportDType,
         block_decode(kind, coded.parts, out)
         moved.append(float((x @ (out - weight).T).square().mean()))
     assert moved[1] <= least * moved[0], moved
+
+
+@dataclass(frozen=True)
+class Fresh(Coder):
+    """Scales, and zero points where a format has them, made for the numbers themselves."""
+
+    kind: Format
+
+    def format(self, matrix: Matrix) -> Format:
+        return self.kind
+
+    def code(self, matrix: Matrix, scratch: Scratch) -> Coded:
+        nothing = {name: torch.zeros_like(part) for name, part in self.empty(matrix).items()}
+        if "tensor_scale" in nothing:
+            nothing["tensor_scale"] += 0.001
+        if self.kind.name in ("int8", "fp8_channel"):
+            nothing["scales"] += 0.002
+        whole = torch.cat([rows.clone() for _, rows in matrix.blocks(scratch)])
+        return Coded(requantise(self.kind, nothing, whole), {}, True)
+
+
+SHIPPED: dict[str, dict[str, Any]] = {
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+    "fp8": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "gptq zeros": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
+    "ue8m0": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_bases_own_format_is_kept(tmp_path: Path, name: str) -> None:
+    """Unchanged weights byte for byte, scales of activations too; changed ones by the base's scales."""
+    llama(tmp_path / "hf")
+    plain, spelling = open_source(tmp_path / "hf"), spelling_in(SHIPPED[name])
+    if name == "ue8m0":
+        spelling = replace(spelling, kind=replace(spelling.kind, scale_dtype=torch.uint8))
+        spelling = replace(spelling, stored_scales=torch.float8_e8m0fnu)
+    low = replace(
+        low_precision(plain, "int8", None),
+        spelling=lambda weight: spelling if weight.startswith("layers.") and "norm" not in weight else None,
+        coder=Fresh(spelling.format),
+        config=lambda ignored: SHIPPED[name],
+        beside={"model.layers.0.mlp.up_proj.input_scale": torch.tensor(0.25)} if name == "fp8" else {},
+    )
+    export_hf(plain, tmp_path / "base", low=low)
+    base = open_source(tmp_path / "base")
+    kept = stored_format(base, None)
+    export_hf(base, tmp_path / "again", low=kept)
+    before, after = load_folder(tmp_path / "base"), load_folder(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        same = (one.reshape(-1).view(torch.uint8) for one in (tensor, after[key]))
+        assert torch.equal(*same), key
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("base", "again")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"] == SHIPPED[name]
+    updates = exact_adapter(tmp_path / "hf", tmp_path / "adapter")
+    adapter = AdapterSource(tmp_path / "adapter", names=base.model.names, decoder=base.model.decoder)
+    source = MergedSource(base.model, base, adapter, scale=adapter.scale)
+    low = stored_format(source, torch.float32)
+    export_hf(source, tmp_path / "out", low=low)
+    written = open_source(tmp_path / "out")
+    for weight in base.tensor_names():
+        stored, found = base.read_whole(weight), written.read_whole(weight)
+        if (update := updates.get(hf_name(weight))) is None:
+            assert torch.equal(stored, found), weight
+            continue
+        kind = base.format(weight)
+        assert kind is not None
+        parts = base.read_parts(weight, box_spec(base.shape(weight), Box()), kind)
+        exact = torch.empty(base.shape(weight))
+        block_decode(kind, parts, exact)
+        expected = torch.empty_like(found)
+        block_decode(kind, requantise(kind, parts, exact + update), expected)
+        assert torch.equal(found, expected) and not torch.equal(found, stored), weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from engine.checkpoint.held_tensors import HeldTensors
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.low_precision.kept_format import stored_format
+from engine.conversion.low_precision.proof import prove_low
+from engine.conversion.merged_model import MergedSource
 from engine.errors import UserError
 from engine.quantization.shipped.config import encoding_of
 from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
@@ -68,6 +73,26 @@ def test_codes_mean_what_transformers_decodes() -> None:
     tensors, out = {"_blocks": codes[0], "_scales": scales[0]}, torch.empty(expected.shape, dtype=torch.bfloat16)
     spelling.decode(tensors, tuple(expected.shape), *(slice(0, size) for size in expected.shape), out)
     assert torch.equal(out, expected)
+
+
+def test_released_gpt_oss_keeps_its_format(released: Path, tmp_path: Path) -> None:
+    """Unchanged byte for byte; an expert whose gate was trained has new codes in every second row of its own."""
+    source = open_source(released)
+    low = stored_format(source, None)
+    report = export_hf(source, tmp_path / "same", low=low, proof=partial(prove_low, source=source, low=low))
+    assert report.notes[-1].startswith("checked with transformers") and len(report.notes) == 1, report.notes
+    before, after = (load_file(folder / "model.safetensors") for folder in (released, tmp_path / "same"))
+    assert before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
+    name, place = "layers.0.mlp.experts.1.gate_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+    trained = HeldTensors({name: 1.5 * source.read_whole(name).float()}, "held")
+    merged = MergedSource(source.model, source, trained, scale=0.0)
+    export_hf(merged, tmp_path / "trained", low=stored_format(merged, None))
+    after = load_file(tmp_path / "trained" / "model.safetensors")
+    changed = (before[f"{place}_blocks"] != after[f"{place}_blocks"]).flatten(2).any(2)
+    assert changed[1, ::2].all() and not changed[1, 1::2].any() and not changed[[0, *range(2, len(changed))]].any()
+    decoded = convert_moe_packed_tensors(after[f"{place}_blocks"], after[f"{place}_scales"])[1, :, ::2].t().float()
+    wanted = 1.5 * source.read_whole(name).float()
+    assert (decoded - wanted).norm() < 0.15 * wanted.norm()
 
 
 def test_released_gpt_oss_is_read_decoded(released: Path, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ CONVERT: list[tuple[tuple[Any, ...], str]] = [
     ((*HF, "--dtype", "int8", "--evaluate", TRAIN), "--evaluate reads the data of a run, and"),
     ((*HF, "--dtype", "stored", "--calibrate", 4), "--dtype stored keeps those of the base"),
     ((*HF, "--dtype", "int8", "--quant-method", "fp8"), "--quant-method fp8 is DeepSeek's way to store fp8_block"),
+    ((*HF, "--dtype", "stored"), "--dtype stored keeps the base's format, and"),
+    ((*HF, "--dtype", "stored", "--quant-method", "fp8"), "--quant-method is for new formats, and --dtype stored"),
     ((*HF, "--dtype", "nvfp5"), "--dtype is 'nvfp5'"),
     (("export", "--source", MODEL, "--out", OUT, "--format", "peft", "--dtype", "int4"), "--dtype int4 is for a whole"),
     (("merge", "--base", MODEL, "--adapter", "nowhere", "--out", OUT), "nowhere has no adapter_config.json"),

@@ -60,6 +60,7 @@ def stored_format(source: WeightSource, factors: torch.dtype | None) -> LowPreci
         identity={"dtype": STORED, "factors": str(factors)},
         keeps=True,
         is_trained=factors is not None,
+        beside=base.beside_codes(),
         nested=KEY not in config and KEY in (config.get("text_config") or {}),
     )
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.checkpoint.copying.contents import Concatenated, Content
+from torch import Tensor
+
+from engine.checkpoint.copying.contents import Concatenated, Content, MemoryBytes
 from engine.checkpoint.copying.file_writers import Piece
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.weight_source import WeightSource
@@ -26,6 +28,7 @@ from engine.conversion.low_precision.spellings import (
     rounds_inputs,
     spelling_of,
 )
+from engine.conversion.merged_model import MergedSource
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.models.names import NameMap
@@ -50,6 +53,7 @@ class LowPrecision:
         keeps: scales are the base's, and parts of weights that did not change are the base's own.
         is_trained: the rounded model is the one that training computed with.
         nested: config.json has what it says of the weights in the language model's part.
+        beside: further tensors of the base that readers of the format look for, by name.
     """
 
     dtype: ExportDType
@@ -62,6 +66,7 @@ class LowPrecision:
     keeps: bool = False
     is_trained: bool = False
     nested: bool = False
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
     _latest: Latest = field(default_factory=Latest)
 
     @property
@@ -107,6 +112,19 @@ class LowPrecision:
                 )
             )
         return found
+
+    def beside_pieces(self, order: int) -> list[Piece]:
+        """Returns the further tensors to write, from this order on."""
+        return [
+            Piece(
+                key=name,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                content=MemoryBytes(tensor),
+                order=order + place,
+            )
+            for place, (name, tensor) in enumerate(self.beside.items())
+        ]
 
     def full_config(self, config: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
         """Returns config.json with what it says of the weights.
@@ -180,6 +198,11 @@ def low_precision(source: WeightSource, dtype: ExportDType, method: QuantMethod 
             "--dtype."
         )
     notes = []
+    base = source.base if isinstance(source, MergedSource) else source
+    if base is not None and base.encoding is not None:
+        notes.append(
+            "the base is in few bits already: its numbers are rounded a second time, from their decoded values"
+        )
     if left := [name.removesuffix(".weight") for name in linears if name not in packed]:
         notes.append(
             f"left as they are, because their columns are no multiple of the {group} in a group: "

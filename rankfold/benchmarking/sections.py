@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from engine.choices import MERGED_DTYPES
+from engine.config.model import KERNELS
 from engine.errors import UserError
 from rankfold.benchmarking.options import (
     DEVICES,
@@ -294,6 +296,44 @@ class LoaderOptions(SectionOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MergeAwareOptions(SectionOptions):
+    """The share of what adapters gained that is left when they are merged into a base in few bits.
+
+    With lora.merge_aware and without, of a trained model that is stored in a format, on text that is new to it.
+    """
+
+    model: str = option("", "folder of a trained model, as transformers writes it")
+    data: str = option("", "text file that the adapters are trained on")
+    characters: int = option(200000, "of the file, from its beginning", least=1)
+    formats: str = option("nvfp4,mxfp4,int4", "how the base is stored, one row for each")
+    seeds: int = option(10, "trainings of each kind", least=1)
+    rank: int = option(8, "rank of the adapters", least=1)
+    alpha: float = option(16.0, "numerator of their scale")
+    lr: float = option(3e-3, "highest learning rate; it rises over --warmup steps and falls over the second half")
+    warmup: int = option(5, "steps", least=1)
+    steps: int = option(100, "steps of a training", least=1)
+    rows: int = option(4, "rows in a batch", least=1)
+    length: int = option(128, "tokens in a row", least=2)
+    held: int = option(16, "batches that are evaluated, from the beginning of the text", least=1)
+    kernels: str = option("auto", "the engine's kernels", KERNELS)
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0)
+    device: str = option("cpu", "where it runs", ("cpu",))
+
+    def __post_init__(self) -> None:
+        SectionOptions.__post_init__(self)
+        for name in ("model", "data"):
+            if not getattr(self, name) or not Path(getattr(self, name)).exists():
+                raise UserError(f"--{name} is {getattr(self, name)!r}, which does not exist: give a path.")
+        if self.alpha <= 0 or self.lr <= 0:
+            raise UserError(f"--alpha is {self.alpha:g} and --lr {self.lr:g}: give more than 0.")
+        self.format_names()
+
+    def format_names(self) -> tuple[str, ...]:
+        """Returns the formats that are measured."""
+        return chosen_names(self.formats, MERGED_DTYPES[1:], "formats")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StartOptions(SectionOptions):
     """Seconds from a command to its first training step, against transformers + PEFT, and to the end of its help."""
 
@@ -329,6 +369,7 @@ SECTIONS: dict[str, type] = {
     "tenants": TenantsOptions,
     "tower": TowerOptions,
     "loader": LoaderOptions,
+    "merge-aware": MergeAwareOptions,
     "start": StartOptions,
 }
 """Section name -> its options. The section is also a module of `rankfold.benchmarking`, with _ for -, whose

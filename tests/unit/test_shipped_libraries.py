@@ -320,6 +320,16 @@ def test_configs_that_are_not_read_are_refused_by_key(case: str, tmp_path: Path)
     assert str(error.value).count("\n") == 0 and str(error.value).endswith(".")
 
 
+def test_blocks_are_written_in_two_ways() -> None:
+    """`128x64` is older compressed-tensors'."""
+    found = []
+    for written in ([128, 64], "128x64"):
+        config = pack_quantized(num_bits=8, type="float", strategy="block", block_structure=written)
+        encoding = encoding_of({"quantization_config": {**config, "format": "float-quantized"}})
+        found.append(encoding.format("model.layers.0.mlp.up_proj"))
+    assert found[0] == found[1] and (found[0].rows, found[0].group) == (128, 64)
+
+
 Q = "model.layers.0.self_attn.q_proj"
 TENSORS: dict[str, tuple[Any, str]] = {
     "no scales": (lambda t: t.pop(f"{Q}.weight_scale"), f"lacks {Q}.weight_scale, which its quantization_config"),

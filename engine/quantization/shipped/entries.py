@@ -62,8 +62,10 @@ class Entries(NamedTuple):
         return value
 
     def pair(self, key: str) -> tuple[int, int]:
-        """Returns two whole numbers above 0."""
+        """Returns two whole numbers above 0; older files have them as "128x128"."""
         value = self.get(key)
+        if isinstance(value, str) and all(part.isdecimal() and len(part) < 8 for part in value.split("x")):
+            value = [int(part) for part in value.split("x")]
         right = isinstance(value, list | tuple) and len(value) == 2
         if not right or not all(type(one) is int and 0 < one <= _MOST for one in value):
             raise self.wrong(key, "two whole numbers above 0")

@@ -202,12 +202,17 @@ class Spelling(ABC):
         for first in range(rows.start, rows.stop, height):
             last = min(first + height, rows.stop)
             cut = self.parts(tensors, shape, slice(first, last), wide, 1)
-            parts = {name: part.to(out.device) for name, part in cut.items()}
+            parts = {name: _by_rows(part).to(out.device) for name, part in cut.items()}
             into = out[first - rows.start : last - rows.start]
             found = into if is_direct else out.new_empty(last - first, wide.stop - wide.start)
             _decode(kind, parts, found)
             if not is_direct:
                 into.copy_(found[:, columns.start - wide.start : columns.stop - wide.start])
+
+
+def _by_rows(part: Tensor) -> Tensor:
+    """Returns a part whose rows have no gaps, as compiled kernels read them; GPTQ's and AWQ's are stored by columns."""
+    return part if part.stride(-1) == 1 else part.clone(memory_format=torch.contiguous_format)
 
 
 def _decode(kind: Format, parts: Mapping[str, Tensor], out: Tensor) -> None:

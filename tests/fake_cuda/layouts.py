@@ -236,6 +236,10 @@ CASES = {
     ),
     # an encoded base
     "nf4": Case(options="--model.base_dtype nf4"),
+    "nvfp4, tensor 2": Case(options=f"--model.base_dtype nvfp4 {TP2}", world=8, rank=1),
+    "sharded parameters in fp8 blocks": Case(
+        options="--parallel.shard parameters --model.base_dtype fp8_block", world=8, rank=1
+    ),
     "int8, tensor 2": Case(options=f"--model.base_dtype int8 {TP2}", world=8, rank=1),
     "fp8": Case(options="--model.base_dtype fp8"),
     "fp8 by row, tensor 2": Case(options=f"--model.base_dtype fp8_row {TP2}", world=8, rank=1),
@@ -254,6 +258,7 @@ CASES = {
     "experts, all parameters": Case(model=MIXTURE, options=PACKED, trains_all=True),
     "experts that share factors": Case(model=MIXTURE, options=f"{PACKED} --lora.experts shared_outer"),
     "experts in nf4": Case(model=MIXTURE, options=f"{PACKED} --model.base_dtype nf4"),
+    "experts in nvfp4": Case(model=MIXTURE, options=f"{PACKED} --model.base_dtype nvfp4"),
     "experts in fp8, tensor 2": Case(
         model=MIXTURE, options=f"{PACKED} --model.base_dtype fp8 {TP2}", world=8, rank=1
     ),

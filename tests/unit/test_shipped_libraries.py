@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from engine.quantization.shipped.config import encoding_of
 from engine.quantization.shipped.floats import Floats
@@ -444,3 +445,19 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         logits = built.model.logits(built.model.run_layers(built.model.embed(batch), context), context)
         expected, _ = stock_losses(stock.eval().float(), batch)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_layers_that_nothing_is_computed_with_are_passed_on_decoded(tmp_path: Path) -> None:
+    """DeepSeek's for a further token are in FP8 too, and an export of numbers has no scales for them."""
+    folder, extra = tmp_path / "model", "model.layers.2.mlp.experts.0.up_proj.weight"
+    fp8_model(folder, "deepseek v3", block=32, **LATENT, head_dim=None, num_nextn_predict_layers=1)
+    codes, scales = torch.randn(64, 128).to(torch.float8_e4m3fn), torch.rand(2, 4)
+    rewritten(folder, lambda tensors: tensors.update({extra: codes, f"{extra}_scale_inv": scales}))
+    source = open_source(folder)
+    assert source.outside_names() == [extra]
+    import_checkpoint(source, tmp_path / "parts", tensor=2)
+    export_hf(open_source(tmp_path / "parts"), tmp_path / "back")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    numbers = codes.float() * scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(after[extra], numbers.bfloat16()) and f"{extra}_scale_inv" not in after
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())

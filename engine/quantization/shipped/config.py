@@ -280,8 +280,7 @@ def _gptq(config: Entries) -> list[Rule]:
     for pattern in config.mapping("dynamic").raw:
         if not pattern.startswith("-:"):
             raise config.wrong("dynamic", "patterns that begin with -:")
-        skipped = _pattern(pattern.removeprefix("-:"))
-        rules.append(Rule(fits=lambda module, skipped=skipped: skipped.match(module) is not None, spelling=None))
+        rules.append(Rule(fits=_any_target([f"re:{pattern.removeprefix('-:')}"]), spelling=None))
     spelling = Gptq(
         bits=bits, columns_of_group=group, has_zeros=not config.switch("sym", default=True), is_v2=version == "gptq_v2"
     )

@@ -24,6 +24,8 @@ from engine.quantization.shipped.spelling import Spelling
 KEY = "quantization_config"
 METHODS = ("compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "fp8", "mxfp4", "gptq", "awq")
 """The values of quant_method that are read."""
+_TEXTS = ("text_config", "llm_config")
+"""Where a config may have the language model's, which may have the encoding."""
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
 _STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
@@ -79,8 +81,8 @@ def encoding_of(hf_config: Mapping[str, Any]) -> ShippedEncoding | None:
     Raises:
         UserError: it is of a kind that is read, but has a value that is not.
     """
-    text = hf_config.get("text_config")
-    raw = hf_config.get(KEY) or (text.get(KEY) if isinstance(text, Mapping) else None)
+    inside = (part.get(KEY) for key in _TEXTS if isinstance(part := hf_config.get(key), Mapping))
+    raw = hf_config.get(KEY) or next((one for one in inside if one), None)
     if not isinstance(raw, Mapping):
         return None
     method = str(raw.get("quant_method", "")).lower()
@@ -101,8 +103,9 @@ def encoding_of(hf_config: Mapping[str, Any]) -> ShippedEncoding | None:
 def without_encoding(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config.json without its `quantization_config`."""
     found = {key: value for key, value in hf_config.items() if key != KEY}
-    if isinstance(text := found.get("text_config"), Mapping) and KEY in text:
-        found["text_config"] = {key: value for key, value in text.items() if key != KEY}
+    for place in _TEXTS:
+        if isinstance(text := found.get(place), Mapping) and KEY in text:
+            found[place] = {key: value for key, value in text.items() if key != KEY}
     return found
 
 

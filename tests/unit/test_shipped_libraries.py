@@ -461,3 +461,36 @@ def test_layers_that_nothing_is_computed_with_are_passed_on_decoded(tmp_path: Pa
     numbers = codes.float() * scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
     assert torch.equal(after[extra], numbers.bfloat16()) and f"{extra}_scale_inv" not in after
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def gptq_of(rows: int, columns: int, *, bits: int, group: int) -> Any:
+    """GPTQ's tensors of 4 or 8 bits, with one group a row or several, and their numbers."""
+    groups, per_word = columns // (group or columns), 32 // bits
+    codes, scales = drawn(rows, columns, most=1 << bits), torch.rand(rows, groups).half()
+    zeros = drawn(rows, groups, most=(1 << bits) - 1).int() + 1
+
+    def words(values: Tensor) -> Tensor:
+        shifted = values.to(torch.int64).view(values.shape[0], -1, per_word) << torch.arange(0, 32, bits)
+        return shifted.sum(-1).to(torch.int32)
+
+    every = torch.arange(columns) // (group or columns)
+    stored = {
+        ".qweight": words(codes).t(), ".qzeros": words((zeros - 1).t()), ".scales": scales.t(), ".g_idx": every.int()
+    }  # fmt: skip
+    return stored, ((codes.float() - zeros.float()[:, every]) * scales.float()[:, every]).bfloat16()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 0), (4, 0)])
+def test_gptq_of_8_bits_and_of_whole_rows(bits: int, group: int, tmp_path: Path) -> None:
+    """Integers of 8 bits are decoded, by whole weights and by cuts, and cannot stay as they are."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": False}
+    numbers = replaced(tmp_path, "llama fused", lambda o, i: gptq_of(o, i, bits=bits, group=group), config)
+    assert_numbers(tmp_path, numbers, cuts=bits == 4)
+    source, name = open_source(tmp_path), "layers.1.attention.o_proj.weight"
+    expected = source.read_whole(name)
+    for spec in shards(source.shape(name), 4):
+        (piece,) = spec.pieces
+        assert torch.equal(source.read(name, spec), expected.narrow(spec.dim, piece.global_offset, piece.length))
+    if bits == 8:
+        with pytest.raises(UserError, match="integers of 8 bits with scales for groups or zero points are in no"):
+            source.format(name)

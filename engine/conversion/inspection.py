@@ -86,6 +86,8 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
     ]
     if model.implementation == "adopted":
         rows.insert(2, ("layers", "adopted: transformers' own modules"))
+    if (note := weights.encoding_note(decodes=False)) is not None:
+        rows.append(("encoding", note.removeprefix("note: ")))
     if model.manifest is not None:
         rows += _file_rows(model.manifest.layout, model.manifest.files)
         rows.append(("written by", f"engine {model.manifest.engine_version}"))

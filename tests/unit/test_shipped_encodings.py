@@ -19,6 +19,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.safetensors_file import checksum
 from engine.checkpoint.verification import checked_together
 from engine.checkpoint.weight_source import WeightSource
+from engine.conversion.inspection import run_inspect
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import Piece, ShardSpec, runs_spec, split_spec
 from engine.errors import UserError
@@ -214,6 +215,14 @@ def test_fused_projections_are_cut_from_one_matrix(tmp_path: Path) -> None:
             assert source.shape(name)[0] == value
             parts = source.read_parts(name, whole(source, name), kind)
             assert torch.equal(decoded(kind, parts, source.shape(name)), source.read_whole(name)), name
+
+
+def test_an_inspection_says_what_is_encoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compressed_model(tmp_path, "qwen3", MIXED)
+    capsys.readouterr()
+    run_inspect(tmp_path, step=None, verify=False)
+    rows = capsys.readouterr().out.splitlines()
+    assert "encoding       weights are stored in few bits (8 tensors in FP8 in blocks, 6 tensors in INT4)" in rows
 
 
 def test_sums_of_decoded_numbers_need_no_decoded_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,15 @@ def test_stock_transformers_reads_what_the_engine_decodes(
     import_checkpoint(again, tmp_path / "tp2", tensor=2)  # a base of further work like any other
 
 
+@pytest.mark.parametrize("dtype", ["nvfp4", "int4"])
+def test_a_model_in_float32_is_decoded_to_16_bits_by_its_reader(tmp_path: Path, dtype: ExportDType) -> None:
+    """By compressed-tensors, whose logits then are those of rounded weights."""
+    llama(tmp_path / "hf", dtype=torch.float32)
+    said = write(open_source(tmp_path / "hf"), tmp_path / "out", dtype)
+    agreed = float(said.partition("agree to ")[2].split()[0])
+    assert 1e-4 < agreed < 2e-2, said
+
+
 @pytest.mark.parametrize(("dtype", "method"), WAYS)
 def test_experts_are_stored_one_by_one(tmp_path: Path, dtype: ExportDType, method: QuantMethod | None) -> None:
     mixture(tmp_path / "hf")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.live_logits import live_logits, proof_tokens
@@ -24,6 +26,11 @@ from engine.conversion.proof import (
 )
 from engine.conversion.stock_readers import obstacle_to_decoding
 from engine.errors import UserError
+
+_TO_16_BITS = frozenset(("nvfp4", "mxfp4", "int4"))
+"""Formats that compressed-tensors decodes to the dtype of its scales or to bfloat16, whatever the model's is."""
+_ROUNDED = 3e-2
+"""As `SAME`, of a model in float32: such a reader rounds each weight, by 2^-9 of it at most."""
 
 
 def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
@@ -56,11 +63,17 @@ def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
     if obstacle is not None:
         return f"logits not compared with a stock reader's: {obstacle}; {rounding}"
     found = stock_logits(folder, decoder, widest(written), tokens)
-    difference = largest_difference(found, decoded)
-    if not difference <= SAME:
+    difference, limit = largest_difference(found, decoded), _limit(written)
+    if not difference <= limit:
         raise UserError(
             f"transformers reads logits from the export that differ from those of its decoded weights by "
-            f"{difference:.1e} of the largest (expected at most {SAME:.0e}), so nothing was exported: report this with "
-            "the model's config.json."
+            f"{difference:.1e} of the largest (expected at most {limit:.0e}), so nothing was exported: report this "
+            "with the model's config.json."
         )
     return f"{agreement(decoder, tokens, 'transformers, decoding', difference)}; {rounding}"
+
+
+def _limit(written: WeightSource) -> float:
+    """Returns how far logits of the reader may be from those of the weights as the engine decodes them."""
+    formats = set() if written.encoding is None else {one.format.name for one in written.encoding.spellings()}
+    return _ROUNDED if widest(written) == torch.float32 and formats & _TO_16_BITS else SAME

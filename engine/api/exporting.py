@@ -7,8 +7,10 @@ from typing import Literal
 
 from engine.api.configuration import AnyPath
 from engine.api.interrupts import briefly_interrupted
+from engine.choices import ExportDType
 from engine.config.command_line import named_as
 from engine.conversion.commands import Options, run_export
+from engine.conversion.low_precision.export import LowOptions
 
 
 @briefly_interrupted
@@ -21,6 +23,7 @@ def export(
     base: AnyPath | None = None,
     base_name: str | None = None,
     overwrite: bool = False,
+    dtype: ExportDType | None = None,
 ) -> Path:
     """Writes a run's trained parameters as a PEFT adapter or as a whole Hugging Face model.
 
@@ -35,6 +38,8 @@ def export(
         base: the base of the run, where it has moved.
         base_name: the adapter's name of its base, such as its name on the Hugging Face hub.
         overwrite: replace an adapter or a model at `out`.
+        dtype: of a whole model: how to store the layers' linears, such as "nvfp4", or "stored" as the base has them;
+            None for numbers like the base's, or for the format that a merge-aware run computed in.
 
     Returns:
         `out`.
@@ -42,7 +47,15 @@ def export(
     Raises:
         UserError: there is no such run or checkpoint, it does not hold the adapter or model, or `out` exists.
     """
-    with named_as({"--base": "base", "--base-name": "base_name", "--step": "step", "--overwrite": "overwrite=True"}):
+    with named_as(
+        {
+            "--dtype": "dtype",
+            "--base": "base",
+            "--base-name": "base_name",
+            "--step": "step",
+            "--overwrite": "overwrite=True",
+        }
+    ):
         run_export(
             Path(run),
             Path(out),
@@ -50,7 +63,7 @@ def export(
             merge=format == "hf",
             base=None if base is None else Path(base),
             step=step,
-            options=Options(overwrite=overwrite),
+            options=Options(overwrite=overwrite, low=None if dtype is None else LowOptions(dtype=dtype)),
             base_name=base_name,
         )
     return Path(out)

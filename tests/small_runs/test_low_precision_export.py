@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.api import export as run_export
 from engine.api import load_model
 from engine.checkpoint.model_weights import open_source
 from engine.choices import ExportDType, QuantMethod
 from engine.conversion.import_export import export_hf
 from engine.conversion.low_precision.linears import low_precision
+from engine.errors import UserError
 from tests.small_runs.conftest import SmallRuns
 from tests.unit.test_checkpoint_source import load_folder
 from tests.wrong_inputs.workplace import VOCABULARY, Seen, run_here
@@ -121,6 +123,26 @@ def test_an_ordinary_runs_change_is_counted(run: SmallRuns) -> None:
     assert kept[f"{name}.weight"] == pytest.approx(
         float(((after - before) * wanted).sum() / wanted.norm() ** 2), rel=0.1
     )
+
+
+def test_adapters_and_programs_export_in_few_bits(run: SmallRuns) -> None:
+    """A PEFT adapter beside its base, the run by the command, and the run by a Python program are one model."""
+    make_base(run, None)
+    run()
+    adapter, merged, folder = (run.place.folder / name for name in ("peft", "merged", "by program"))
+    export(run, "--dtype", "int8")
+    for words in (["--out", adapter], ["--merged", "--dtype", "int8", "--base", run.place.model, "--out", merged]):
+        source = run.folder if len(words) == 2 else adapter
+        seen = run_here("export", [str(source), *map(str, words)], run.capture)
+        assert not seen.status, seen.printed
+    assert "checked with transformers, decoding" in seen.printed
+    run_export(run.folder, folder, format="hf", dtype="int8")
+    ours = load_folder(run.place.folder / "out")
+    for other in (merged, folder):
+        for key, tensor in load_folder(other).items():
+            assert torch.equal(tensor, ours[key]), key
+    with pytest.raises(UserError, match="dtype int8 is for a whole model"):
+        run_export(run.folder, run.place.folder / "no", dtype="int8")
 
 
 def test_a_runs_rows_choose_scales_and_measure_losses(run: SmallRuns) -> None:

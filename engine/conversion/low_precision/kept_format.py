@@ -26,6 +26,11 @@ from engine.kernels.formats import FORMATS
 from engine.quantization.shipped.config import KEY
 from engine.quantization.shipped.spelling import Spelling
 
+_OWN_SCALES = (
+    "each linear has an NVFP4 scale of scales of its own, as this run encoded it, and servers that put query, key and "
+    "value, or gate and up, into one matrix keep one: compare their losses with those here"
+)
+
 
 def stored_format(source: WeightSource, factors: torch.dtype | None) -> LowPrecision:
     """Returns how to store a model's linears as its base has them.
@@ -99,6 +104,7 @@ def encoded_format(source: MergedSource, dtype: ExportDType, factors: torch.dtyp
             base=EncodedParts(decoded.base, FORMATS[dtype], names), updates=updates, trained=trained, factors=factors
         ),
         config=config,
+        notes=(_OWN_SCALES,) if dtype == "nvfp4" else (),
         identity={"dtype": dtype, "kept": True, "factors": str(factors)},
         keeps=True,
         is_trained=factors is not None,

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from engine.batch import Batch
 from engine.checkpoint.copying.direct_io import Scratch
+from engine.checkpoint.held_tensors import HeldTensors
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.weight_source import WeightSource
@@ -185,6 +186,29 @@ def test_experts_are_stored_one_by_one(tmp_path: Path, dtype: ExportDType, metho
             assert torch.equal(*pair)
         scales = {float(stored[f"model.layers.0.self_attn.{leaf}.weight_global_scale"]) for leaf in FUSED[0]}
         assert len(scales) == 1
+
+
+def test_a_trained_expert_goes_back_into_the_bases_format(tmp_path: Path) -> None:
+    mixture(tmp_path / "hf")
+    plain = open_source(tmp_path / "hf")
+    export_hf(plain, tmp_path / "base", low=low_precision(plain, "nvfp4", None))
+    base = open_source(tmp_path / "base")
+    name = "layers.0.mlp.experts.1.down_proj.weight"
+    trained = HeldTensors({name: 1.25 * base.read_whole(name).float()}, "trained")
+    source = MergedSource(base.model, base, trained, scale=0.0)
+    low = stored_format(source, torch.float32)
+    assert low.notes == (
+        "trained in full, in numbers, and rounded to the base's format: layers.0.mlp.experts.1.down_proj",
+    )
+    report = export_hf(source, tmp_path / "out", low=low, proof=lambda folder: prove_low(folder, source, low))
+    assert "rounding to the base's format moves logits by" in report.notes[-1]
+    before, after = load_folder(tmp_path / "base"), load_folder(tmp_path / "out")
+    changed = {
+        key for key, one in before.items() if not torch.equal(one.view(torch.uint8), after[key].view(torch.uint8))
+    }
+    module = "model.layers.0.mlp.experts.1.down_proj"
+    assert before.keys() == after.keys() and changed == {f"{module}.weight_packed", f"{module}.weight_scale"}
+    assert 0.8 < report.rounding[name]["update_kept"] < 1.2
 
 
 def exact_adapter(base: Path, out: Path) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from engine.files.documents import read_json
 from engine.kernels.formats import FORMATS
 from engine.quantization.shipped.config import KEY
 from engine.quantization.shipped.spelling import Spelling
+from engine.sentences import listed
 
 _OWN_SCALES = (
     "each linear has an NVFP4 scale of scales of its own, as this run encoded it, and servers that put query, key and "
@@ -56,15 +57,17 @@ def stored_format(source: WeightSource, factors: torch.dtype | None) -> LowPreci
             found[name] = spelling
     raw, updates, trained = base.encoding.raw, *_changes(source)
     config = read_json(base.model.hf_path / CONFIG)
+    rounded = [name.removesuffix(".weight") for name in found if name in trained]
     return LowPrecision(
         dtype=STORED,
         method=base.encoding.method,
         spelling=found.get,
         coder=KeptCoder(base=StoredParts(base), updates=updates, trained=trained, factors=factors),
         config=lambda ignored: raw,
+        notes=(f"trained in full, in numbers, and rounded to the base's format: {listed(rounded)}",) if rounded else (),
         identity={"dtype": STORED, "factors": str(factors)},
         keeps=True,
-        is_trained=factors is not None,
+        is_trained=factors is not None and not rounded,
         beside=base.beside_codes(),
         nested=KEY not in config and KEY in (config.get("text_config") or {}),
     )

@@ -25,7 +25,7 @@ from tests.distributed.sharded_runs import EVEN, EVERY_EXPERT, Layout, Run, asse
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(360)]
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4")
 NUM_STEPS = 2

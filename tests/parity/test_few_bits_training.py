@@ -25,6 +25,8 @@ from tests.support.peft_following import ALONE, ROWS, batches, build, peft_on, t
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
 LIMIT = 1e-5
 """Largest error of a loss or a gradient in fp32 against fp64."""
 STEPS = 4

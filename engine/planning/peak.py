@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from engine.choices import STORED
+from engine.kernels import reference_formats
 from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
 from engine.ops.head_loss import BLOCK_BYTES
@@ -50,8 +51,8 @@ _BATCH_BYTES = 4 * 8 + 4
 """Bytes of a token: its id, label, position and dropout coordinate as int64, its loss weight as fp32."""
 _ENCODING_BYTES = {"nf4": 14, "int8": 9, "fp8": 9, "fp8_row": 9}
 """Bytes of a number being encoded, beside its source: an fp32 copy, a scaled one, its scale, and its codes."""
-_ENCODING_A_BLOCK = 14
-"""The same of the other encodings, with their scales."""
+_FORMAT_BYTES = 16
+"""The same of the vendors' formats, which are encoded in smaller chunks."""
 _ANSWER_BYTES = 8
 """Bytes of a token's answer number, where answers are compared."""
 
@@ -327,8 +328,10 @@ class _Rank:
         encoding, width = 0, WIDE
         if self._workload.base_dtype == STORED:
             width = self._workload.dtype.itemsize
+        elif (each := _ENCODING_BYTES.get(self._workload.base_dtype or "")) is not None:
+            encoding = min(largest, CHUNK) * each
         elif self._workload.base_dtype is not None:
-            encoding = min(largest, CHUNK) * _ENCODING_BYTES.get(self._workload.base_dtype, _ENCODING_A_BLOCK)
+            encoding = min(largest, reference_formats.CHUNK) * _FORMAT_BYTES
         there = without(static, {name: static[name] for name in (OPTIMIZER, DECODED)})
         return total(there) + largest * width + encoding
 

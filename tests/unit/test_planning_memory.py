@@ -101,6 +101,7 @@ class Case:
     parallel: str = "{}"
     memory: str = "{}"
     base: str = "null"
+    merges: str = "false"
     objective: str = "{}"
     balance: float = 0.0
     world: int = 1
@@ -122,7 +123,7 @@ class Case:
             f"model: {{path: '{folder}', dtype: {self.dtype}, init: random, kernels: {self.kernels},"
             f" base_dtype: {self.base}}}\n"
             f"lora: {{rank: {self.rank}, dropout: {self.dropout}, targets: {self.targets},"
-            f" fused: {self.fused}, experts: {self.experts}}}\n"
+            f" fused: {self.fused}, experts: {self.experts}, merge_aware: {self.merges}}}\n"
             f"trainable: {self.trainable}\n"
             f"data: {{seq_length: {self.length}}}\n"
             f"train: {{micro_batch_size: {self.rows}, global_batch_size: {self.rows * self.micro_batches},"
@@ -199,6 +200,15 @@ CASES = {
         world=2, micro_batches=2, memory="{offload_optimizer: true}", parallel="{shard: gradients}", **ALL
     ),
     "nf4": Case(base="nf4"),
+    "nvfp4": Case(base="nvfp4"),
+    "mxfp4, bf16": Case(base="mxfp4", dtype="bfloat16"),
+    "int4, bf16": Case(base="int4", dtype="bfloat16", intermediate=384),
+    "fp8_block": Case(base="fp8_block"),
+    "mxfp8": Case(base="mxfp8"),
+    "nvfp4, merged, bf16": Case(base="nvfp4", dtype="bfloat16", merges="true"),
+    "int4, merged, tensor 2": Case(
+        world=2, base="int4", merges="true", parallel="{tensor: 2}", hidden=256, intermediate=512
+    ),
     "nf4, bf16, dropout": Case(base="nf4", dtype="bfloat16", dropout=0.1),
     "int8": Case(base="int8", hidden=256, intermediate=704),
     "int8, bf16, full": Case(base="int8", dtype="bfloat16", memory="{recompute: full}"),
@@ -306,7 +316,8 @@ QUICK = (
     "lora, a copy of a tied head", "all, tied", "full, two of four layers", "none, dropout",
     "tensor 2, joint", "data 2, shard gradients, accumulation", "data 4, shard parameters, lora",
     "offloaded weights, head and embedding train", "offloaded optimizer, bf16, shard optimizer",
-    "nf4, bf16, dropout", "fp8_row, bf16, two of four layers full", "dpo, nf4, two rows", "orpo, head",
+    "nf4, bf16, dropout", "nvfp4, merged, bf16", "fp8_row, bf16, two of four layers full", "dpo, nf4, two rows",
+    "orpo, head",
     "context 2, ulysses", "tensor 2, context 2", "granite", "gemma2, bf16", "kept in bf16, attention",
     "native, lora, bf16, dropout", "native, tensor 2", "mixture, balanced", "falcon_h1, attention",
 )  # fmt: skip
@@ -455,7 +466,9 @@ def test_the_count_is_that_of_torchs_own_tracker(name: str, tmp_path: Path) -> N
     assert peak - between == pytest.approx(counted.step - counted.static - scratch, rel=0.01)
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    "base", sampled(["nf4", "int8", "nvfp4", "fp8_block", "int4", "mxfp8"], ["nf4", "int8", "nvfp4"])
+)
 def test_the_peak_of_loading_an_encoded_base(base: str, tmp_path: Path) -> None:
     """Weights are stored in 2 bytes, where the prediction allows for 4; a matrix has 512 x 2048 numbers."""
     sizes = LlamaConfig(

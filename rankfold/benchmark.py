@@ -13,6 +13,7 @@
     rankfold benchmark tower
     rankfold benchmark tenants
     rankfold benchmark loader
+    rankfold benchmark merge-aware --model MODEL --data TEXT
     rankfold benchmark start
 
 `rankfold benchmark SECTION --help` explains a section and its options.

@@ -249,10 +249,12 @@ def kept_summary(rounding: Mapping[str, Mapping[str, float]]) -> str | None:
     if not kept:
         return None
     least = min(kept, key=lambda each: kept[each])
+    lost = sorted(each["error_of_update"] for each in rounding.values() if "error_of_update" in each)
+    error = f", with an error of {lost[len(lost) // 2]:.0%} of its norm" if lost else ""
     middle = sorted(kept.values())[len(kept) // 2]
     return (
-        f"rounding keeps {middle:.0%} of the update in the median linear, and least in {least}, {kept[least]:.0%}: "
-        f"{MERGE_REPORT}"
+        f"rounding keeps {middle:.0%} of the update in the median linear{error}, and least in {least}, "
+        f"{kept[least]:.0%}: {MERGE_REPORT}"
     )
 
 

@@ -336,6 +336,8 @@ def export_hf(
         rounding = source.write_report(staging, facts)
         if low is not None and not rounding:
             rounding = write_rounding(staging, facts, 0.0)
+        if low is not None and low.is_trained:  # the rounded weights are what was trained
+            rounding = {}
         if proof is not None:
             notes.append(proof(staging))
     report = _report(out, files, streamed, work, num_tensors=len(streamed.written))

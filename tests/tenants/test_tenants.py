@@ -112,3 +112,12 @@ def test_what_runs_cannot_share_is_refused(tmp_path: Path) -> None:
         tenants.add(replace(first, train=replace(first.train, seed=6)))
     with pytest.raises(UserError, match="lm_head.weight is to train in full"):
         tenants.add(configs(tmp_path / "text", ({"rank": 4},), trainable=["lm_head"])[0])
+
+
+def test_runs_that_merge_into_their_base_share_none(tmp_path: Path) -> None:
+    write_small_run(tmp_path, {**SMALL_LLAMA, **SMALLER})
+    (first,) = configs(tmp_path, ADAPTERS[:1], base_dtype="int8")
+    tenants = Tenants(first, launched(), Log(1), tokens=64)
+    merging = replace(first, lora=replace(first.lora, dropout=0.0, merge_aware=True))
+    with pytest.raises(UserError, match="lora.merge_aware is true, but runs that share a base"):
+        tenants.add(merging)

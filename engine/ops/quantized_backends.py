@@ -40,7 +40,7 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
 
 
 def _triton() -> QuantizedBackend:
-    from engine.kernels.triton import formats, quantize
+    from engine.kernels.triton import formats, merged_formats, quantize
 
     return QuantizedBackend(
         # a weight is encoded once, while it is loaded: torch's ops do that on the GPU
@@ -50,8 +50,8 @@ def _triton() -> QuantizedBackend:
             nf4_decode=quantize.nf4_decode,
             row_decode=quantize.row_decode,
             block_decode=formats.block_decode,
-            merged_decode=formats.merged_decode,
-            merged_stack=formats.merged_stack,
+            merged_decode=merged_formats.merged_decode,
+            merged_stack=merged_formats.merged_stack,
         ),
         operands=OperandKernels(
             quantize_rows=quantize.quantize_rows,

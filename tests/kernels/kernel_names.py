@@ -17,6 +17,7 @@ KERNELS = (
     "cross_entropy",
     "quantize",
     "formats",
+    "merged_formats",
     "paged_attention",
     "sampling",
     "chunks",

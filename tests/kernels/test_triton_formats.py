@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference_formats
 from engine.kernels.formats import FORMATS, Format, part_shapes
-from engine.kernels.triton import formats
+from engine.kernels.triton import formats, merged_formats
 from engine.quantization.block_formats import BlockEncoding
 from tests.kernels.comparing import long_places, places, random_rows
 
@@ -111,7 +111,7 @@ def test_merge(place: tuple[str, torch.dtype], name: str) -> None:
         for size in (0.0, 0.01, 2.0) if shape[0] == 5 else (0.1,):
             factors = _factors(place, shape, 3, size)
             wide, expected = _outs(place, shape)
-            formats.merged_decode(of, parts, *factors, 0.7, wide[:, : shape[1]])
+            merged_formats.merged_decode(of, parts, *factors, 0.7, wide[:, : shape[1]])
             reference_formats.merged_decode(of, parts, *factors, 0.7, expected)
             _assert_same(wide[:, : shape[1]], expected, (shape, size))
             assert bool(wide[:, shape[1] :].isnan().all())
@@ -128,7 +128,7 @@ def test_what_is_not_finite_is_in_its_block(place: tuple[str, torch.dtype], name
     if of.group:
         a_RI[0, 139] = -torch.inf
     ours, expected = (torch.empty(shape, dtype=place[1], device=place[0]) for _ in range(2))
-    formats.merged_decode(of, parts, b_OR, a_RI, 1.0, ours)
+    merged_formats.merged_decode(of, parts, b_OR, a_RI, 1.0, ours)
     reference_formats.merged_decode(of, parts, b_OR, a_RI, 1.0, expected)
     assert bool(expected.isnan().any()) and (of.rows > 1 or bool(expected.isfinite().any()))
     _assert_same(ours, expected, name)
@@ -156,7 +156,7 @@ def test_parts_of_a_cut(place: tuple[str, torch.dtype], name: str) -> None:
     reference_formats.block_decode(of, parts, expected)
     _assert_same(ours, expected, "decoded")
     factors = _factors(place, shape, 2, 0.05)
-    formats.merged_decode(of, parts, *factors, 0.5, ours)
+    merged_formats.merged_decode(of, parts, *factors, 0.5, ours)
     reference_formats.merged_decode(of, parts, *factors, 0.5, expected)
     _assert_same(ours, expected, "merged")
 
@@ -173,7 +173,7 @@ def test_scales_at_the_ends(place: tuple[str, torch.dtype]) -> None:
         for size in (0.0, 0.01, 1e-43):  # the last of which has scales that are rounded to 0
             factors = _factors(place, shape, 2, size)
             ours, expected = (torch.empty(shape, dtype=place[1], device=place[0]) for _ in range(2))
-            formats.merged_decode(of, parts, *factors, 1.0, ours)
+            merged_formats.merged_decode(of, parts, *factors, 1.0, ours)
             reference_formats.merged_decode(of, parts, *factors, 1.0, expected)
             _assert_same(ours, expected, (name, size))
 
@@ -194,7 +194,7 @@ def test_rows_of_several_matrices(place: tuple[str, torch.dtype], name: str) -> 
         a_MRI = random_rows(place, 3, 4, columns, gap=5, seed=seed)
         stacked = {part: values.unflatten(0, (3, -1)) for part, values in parts.items()}
         own = {part: values[:, _part_rows(of, part, rows)] for part, values in stacked.items()}
-        formats.merged_stack(of, own, b_MOR, a_MRI, 0.5, out[:, rows])
+        merged_formats.merged_stack(of, own, b_MOR, a_MRI, 0.5, out[:, rows])
         assert seed or bool(out[:, 32:].isnan().all())
         for matrix in range(3):
             expected = torch.empty(count, columns, dtype=place[1], device=place[0])
@@ -223,6 +223,6 @@ def test_sizes_of_models(name: str, shape: tuple[int, int]) -> None:
     assert torch.equal(ours, expected)
     for size in (2**-10, 2**-4):
         factors = ((b_OR * size).bfloat16(), a_RI.bfloat16())
-        formats.merged_decode(of, parts, *factors, 0.25, ours)
+        merged_formats.merged_decode(of, parts, *factors, 0.25, ours)
         reference_formats.merged_decode(of, parts, *factors, 0.25, expected)
         assert torch.equal(ours, expected), size

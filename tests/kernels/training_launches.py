@@ -24,7 +24,7 @@ from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
 from engine.kernels.formats import FORMATS, part_shapes
 from engine.kernels.records import AdapterSection, DropoutKey, GroupedUpdate, InputUpdate
-from engine.kernels.triton import formats, grouped, grouped_factors, quantize
+from engine.kernels.triton import formats, grouped, grouped_factors, merged_formats, quantize
 from engine.kernels.triton.rows import weigh_rows
 from engine.ops.kernels import backend
 
@@ -344,7 +344,7 @@ def _format(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     parts = {part: torch.empty(shape, dtype=kind) for part, (shape, kind) in part_shapes(of, rows, columns).items()}
     formats.block_decode(of, parts, whole[:, :columns])
     b_OR, a_RI = whole[:, columns:], torch.empty(16, columns, dtype=dtype)
-    formats.merged_decode(of, parts, b_OR, a_RI, 2.0, whole[:, :columns])
+    merged_formats.merged_decode(of, parts, b_OR, a_RI, 2.0, whole[:, :columns])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

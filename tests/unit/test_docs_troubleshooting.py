@@ -24,7 +24,7 @@ INLINE = (
     "so a rank hangs or is far behind: look where its process stands",
     "reference (plain torch)",
 )
-FOLDERS = ("checkpoint", "config", "data", "hub", "objectives", "ops", "runtime", "training")
+FOLDERS = ("checkpoint", "config", "data", "hub", "hybrids", "objectives", "ops", "runtime", "training")
 """Of engine/: where such lines are written."""
 _A_PIECE = 12
 """Characters that are no coincidence."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.adopted.arrangement import Arrangement, StoredPart, contiguous_strides
 from engine.adopted.config import AdoptedNames
-from engine.checkpoint.copying.contents import Content, FileRange, MemoryBytes, StoredBytes, content_checksum
+from engine.checkpoint.copying.contents import Content, content_checksum
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.encoded_tensors import EncodedTensors
 from engine.checkpoint.leftover import refuse_leftover
@@ -162,14 +162,11 @@ class ArrangedSource(WeightSource):
     def outside_names(self) -> list[str]:
         return [name for name in self._arrangement.others if name in self._arrangement.ignored]
 
-    def read_outside(self, name: str) -> Tensor:
-        return self._tensors.view(name)
+    def outside_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return self._tensors.shape(name), self._tensors.dtype(name)
 
     def outside_content(self, name: str) -> Content:
-        tensor = self._tensors.view(name)
-        if self._tensors.is_encoded(name):
-            return MemoryBytes(tensor)
-        return StoredBytes([FileRange(*self._tensors.stored_at(name), tensor.nbytes)])
+        return self._tensors.content(name)
 
     def _whole(self, name: str) -> Tensor:
         """Returns a tensor that is stored as it is, unchecked."""

@@ -8,7 +8,7 @@ and of a key-value cache are of no use here; their names are kept, to be said.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.checkpoint.copying.contents import Content, FileRange, MemoryBytes, StoredBytes
+from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.reader import WEIGHT_DTYPES
+from engine.checkpoint.safetensors_file import num_bytes
 from engine.errors import UserError
 from engine.models.stacked_parts import ExpertPart, StackedPart
 from engine.quantization.shipped.config import ShippedEncoding
@@ -169,9 +172,15 @@ class EncodedTensors:
         """Returns a view of the mapped file, or the decoded tensor."""
         return self._decoded(name) if name in self._encoded else self._files.view(name)
 
-    def unread_view(self, name: str) -> Tensor:
-        """Returns a view of one of `unread`."""
-        return self._files.view(name)
+    def stored_views(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns views of tensors by their names in the files, those of `unread` and `stored_names` too."""
+        return {name: self._files.view(name) for name in names}
+
+    def content(self, name: str) -> Content:
+        """Returns the contents of a tensor, which is decoded where it is stored in few bits."""
+        if name in self._encoded:
+            return _Decoded(self, name)
+        return StoredBytes([FileRange(*self.stored_at(name), num_bytes(self.dtype(name), self.shape(name)))])
 
     def stored_at(self, name: str) -> tuple[Path, int]:
         """Returns the file that holds the tensor, and where in it the tensor's bytes, or the codes', begin."""
@@ -288,6 +297,20 @@ class EncodedTensors:
         if found is None or module == name or _ZERO_POINT in found.stored():
             return False
         return not bool(self._files.view(name).any())
+
+
+class _Decoded(Content):
+    """The numbers of a tensor in few bits, which is decoded when they are asked for.
+
+    Args:
+        tensors, name: of which tensor.
+    """
+
+    def __init__(self, tensors: EncodedTensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
+        yield from MemoryBytes(self._tensors.view(self._name)).blocks(scratch, unit)
 
 
 def _is_one_scale(columns: int, shape: tuple[int, ...], spelling: Spelling) -> bool:

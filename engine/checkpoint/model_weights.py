@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.copying.contents import Content, FileRange, MemoryBytes, StoredBytes
+from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
 from engine.checkpoint.encoded_tensors import EncodedTensors
 from engine.checkpoint.leftover import is_buffer, refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder, open_model
@@ -85,7 +85,11 @@ class HfSource(WeightSource):
         return self._tensors.notes()
 
     def beside_codes(self) -> Mapping[str, Tensor]:
-        return {name: self._tensors.unread_view(name) for name in self._tensors.unread}
+        return self._tensors.stored_views(self._tensors.unread)
+
+    def outside_codes(self) -> Mapping[str, Mapping[str, Tensor]]:
+        encoded = (name for name in self._outside if self._tensors.is_encoded(name))
+        return {name: self._tensors.stored_views(self._tensors.stored_names(name)) for name in encoded}
 
     def encoding_note(self, *, decodes: bool) -> str | None:
         return self._tensors.note(decodes=decodes)
@@ -233,16 +237,13 @@ class HfSource(WeightSource):
         return path, offset + location.row_offset * row_bytes
 
     def outside_content(self, name: str) -> Content:
-        tensor = self._tensors.view(name)
-        if self._tensors.is_encoded(name):
-            return MemoryBytes(tensor)
-        return StoredBytes([FileRange(*self._tensors.stored_at(name), tensor.nbytes)])
+        return self._tensors.content(name)
 
     def outside_names(self) -> list[str]:
         return self._outside
 
-    def read_outside(self, name: str) -> Tensor:
-        return self._tensors.view(name)
+    def outside_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return self._tensors.shape(name), self._tensors.dtype(name)
 
     def _with_head(self, model: ModelFolder) -> tuple[ModelFolder, bool]:
         """Returns the model, and whether it stores a head that is tied.
@@ -405,15 +406,15 @@ class PartitionedSource(WeightSource):
 
     def outside_content(self, name: str) -> Content:
         stored = OUTSIDE + name
-        place, size = self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes
+        place, size = self.pieces.stored_at(stored, 0), self.pieces.piece_bytes(stored, 0)
         refuse = partial(self.pieces.refuse_piece, stored, 0)
         return StoredBytes([FileRange(*place, size, self.recorded_sum(stored, 0), refuse)])
 
     def outside_names(self) -> list[str]:
         return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]
 
-    def read_outside(self, name: str) -> Tensor:
-        return self.pieces.read_whole(OUTSIDE + name)
+    def outside_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.pieces.shape(OUTSIDE + name), self.pieces.dtype(OUTSIDE + name)
 
     def fingerprint(self) -> str:
         """Returns the fingerprint recorded when the checkpoint was written from the model."""

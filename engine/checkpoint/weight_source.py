@@ -108,6 +108,11 @@ class WeightSource(StoredTensors):
         activations, by its name in the checkpoint."""
         return {}
 
+    def outside_codes(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Returns the tensors in which those of `outside_names` are stored that are in few bits, by their names in the
+        checkpoint."""
+        return {}
+
     def encoding_note(self, *, decodes: bool) -> str | None:
         """Returns a line about weights that are stored in few bits; None without any.
 
@@ -153,12 +158,12 @@ class WeightSource(StoredTensors):
             f"note: nothing is computed with {counted(len(names), 'tensor')} beside the language model: {listed(names)}"
         )
 
-    def read_outside(self, name: str) -> Tensor:
-        """Returns a whole tensor of `outside_names`."""
+    def outside_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Returns shape and dtype of a tensor of `outside_names`."""
         raise NotImplementedError
 
     def outside_content(self, name: str) -> Content:
-        """Returns the contents of a tensor of `outside_names`."""
+        """Returns the contents of a tensor of `outside_names`, as numbers."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
@@ -250,6 +255,9 @@ class WrappedSource(WeightSource):
     def beside_codes(self) -> Mapping[str, Tensor]:
         return self.base.beside_codes()
 
+    def outside_codes(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self.base.outside_codes()
+
     def encoding_note(self, *, decodes: bool) -> str | None:
         return self.base.encoding_note(decodes=decodes)
 
@@ -289,8 +297,8 @@ class WrappedSource(WeightSource):
     def outside_names(self) -> list[str]:
         return self.base.outside_names()
 
-    def read_outside(self, name: str) -> Tensor:
-        return self.base.read_outside(name)
+    def outside_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.base.outside_shape(name)
 
     def outside_content(self, name: str) -> Content:
         return self.base.outside_content(name)

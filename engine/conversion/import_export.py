@@ -217,9 +217,8 @@ def _planned_partitions(
 
 
 def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
-    view = source.read_outside(name)
-    content = source.outside_content(name)
-    return Piece(key=prefix + name, dtype=view.dtype, shape=tuple(view.shape), content=content)
+    shape, dtype = source.outside_shape(name)
+    return Piece(key=prefix + name, dtype=dtype, shape=shape, content=source.outside_content(name))
 
 
 def _records(
@@ -309,7 +308,12 @@ def export_hf(
                 f"--fused {fusing} changes matrices whose scales --dtype stored keeps: leave one of them out."
             )
         parts, pieces, config = _in_few_bits(source, names, low)
-    files = _planned_shards(source, pieces, max_shard_bytes, in_order=bool(names.pieces))
+    outside = [name for name in source.outside_names() if low is None or name not in low.outside]
+    pieces += [
+        replace(_outside_piece(source, name), order=order)
+        for order, name in enumerate(outside, 1 + max((piece.order for piece in pieces), default=0))
+    ]
+    files = _planned_shards(pieces, max_shard_bytes, in_order=bool(names.pieces))
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
     if low is not None:
         plan["low_precision"] = dict(low.identity)
@@ -379,12 +383,8 @@ def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
     return {hf_name: [name for _, name in sorted(members)] for hf_name, members in parts.items()}
 
 
-def _planned_shards(
-    source: WeightSource, pieces: list[Piece], max_shard_bytes: int, *, in_order: bool
-) -> list[PlannedFile]:
+def _planned_shards(pieces: list[Piece], max_shard_bytes: int, *, in_order: bool) -> list[PlannedFile]:
     """Plans the files; `in_order` keeps the pieces' own order, else the files are written side by side."""
-    beside = enumerate(source.outside_names(), 1 + max((piece.order for piece in pieces), default=0))
-    pieces = [*pieces, *(replace(_outside_piece(source, name), order=order) for order, name in beside)]
     shards: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
@@ -435,7 +435,7 @@ def _in_few_bits(
     ignored.update(
         name.removesuffix(".weight")
         for name in source.outside_names()
-        if name.endswith(".weight") and source.read_outside(name).dim() > 1
+        if name.endswith(".weight") and len(source.outside_shape(name)[0]) > 1
     )
     config = source.changed_config or source.model.hf_config
     return parts, pieces, low.full_config(config, sorted(ignored))

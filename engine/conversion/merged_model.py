@@ -239,9 +239,9 @@ class MergedSource(WeightSource):
     def outside_names(self) -> list[str]:
         return [] if self.base is None else self.base.outside_names()
 
-    def read_outside(self, name: str) -> Tensor:
+    def outside_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         assert self.base is not None
-        return self.base.read_outside(name)
+        return self.base.outside_shape(name)
 
     def _check_factors(self, module: str) -> None:
         """Raises UserError unless an adapter's factors are numbers whose product has its weights' shape."""

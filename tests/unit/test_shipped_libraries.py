@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.low_precision.kept_format import stored_format
 from engine.errors import UserError
 from engine.quantization.shipped.config import encoding_of
 from engine.quantization.shipped.floats import Floats
@@ -447,14 +448,20 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_layers_that_nothing_is_computed_with_are_passed_on_decoded(tmp_path: Path) -> None:
-    """DeepSeek's for a further token are in FP8 too, and an export of numbers has no scales for them."""
+def test_layers_that_nothing_is_computed_with_are_passed_on(tmp_path: Path) -> None:
+    """DeepSeek's for a further token are in FP8 too: an export of numbers has no scales for them, and one that keeps
+    the format has their own codes."""
     folder, extra = tmp_path / "model", "model.layers.2.mlp.experts.0.up_proj.weight"
     fp8_model(folder, "deepseek v3", block=32, **LATENT, head_dim=None, num_nextn_predict_layers=1)
     codes, scales = torch.randn(64, 128).to(torch.float8_e4m3fn), torch.rand(2, 4)
     rewritten(folder, lambda tensors: tensors.update({extra: codes, f"{extra}_scale_inv": scales}))
     source = open_source(folder)
     assert source.outside_names() == [extra]
+    export_hf(source, tmp_path / "kept", low=stored_format(source, None))
+    before, kept = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "kept"))
+    assert {name: tensor.dtype for name, tensor in kept.items()} == {key: one.dtype for key, one in before.items()}
+    assert torch.equal(kept[extra].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(kept[f"{extra}_scale_inv"], scales)
     import_checkpoint(source, tmp_path / "parts", tensor=2)
     export_hf(open_source(tmp_path / "parts"), tmp_path / "back")
     after = load_file(tmp_path / "back" / "model.safetensors")

@@ -55,7 +55,7 @@ def stored_format(source: WeightSource, factors: torch.dtype | None) -> LowPreci
         if (spelling := base.spelling(name)) is not None:
             base.format(name)  # which refuses codes that no format has
             found[name] = spelling
-    raw, updates, trained = base.encoding.raw, *_changes(source)
+    raw, outside, updates, trained = base.encoding.raw, base.outside_codes(), *_changes(source)
     config = read_json(base.model.hf_path / CONFIG)
     rounded = [name.removesuffix(".weight") for name in found if name in trained]
     return LowPrecision(
@@ -68,7 +68,8 @@ def stored_format(source: WeightSource, factors: torch.dtype | None) -> LowPreci
         identity={"dtype": STORED, "factors": str(factors)},
         keeps=True,
         is_trained=factors is not None and not rounded,
-        beside=base.beside_codes(),
+        beside={name: one for stored in (base.beside_codes(), *outside.values()) for name, one in stored.items()},
+        outside=frozenset(outside),
         nested=KEY not in config and KEY in (config.get("text_config") or {}),
     )
 

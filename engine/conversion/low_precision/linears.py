@@ -54,6 +54,7 @@ class LowPrecision:
         is_trained: the rounded model is the one that training computed with.
         nested: config.json has what it says of the weights in the language model's part.
         beside: further tensors of the base that readers of the format look for, by name.
+        outside: names of tensors that are not the language model's and that `beside` has as they are stored.
     """
 
     dtype: ExportDType
@@ -67,6 +68,7 @@ class LowPrecision:
     is_trained: bool = False
     nested: bool = False
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+    outside: frozenset[str] = frozenset()
     _latest: Latest = field(default_factory=Latest)
 
     @property

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.copying.contents import BLOCK_BYTES, Content, block_tensor
+from engine.checkpoint.copying.contents import Content, MemoryBytes, block_tensor
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.rows import Rows
-from engine.checkpoint.safetensors_file import raw_bytes
 from engine.conversion.add_adapter import ROUNDING, Rounding
 from engine.errors import UserError
 from engine.kernels.formats import Format, part_shapes
@@ -208,10 +207,7 @@ class PackedContent(Content):
         written = self._packed.written(scratch)
         if self._reports:
             self._facts = written.facts
-        every = raw_bytes(written.tensors[self._ending])
-        size = max(1, BLOCK_BYTES // unit) * unit
-        for first in range(0, len(every), size):
-            yield every[first : first + size]
+        yield from MemoryBytes(written.tensors[self._ending]).blocks(scratch, unit)
 
     def facts(self) -> dict[str, Any]:
         return self._facts

@@ -22,8 +22,6 @@ from engine.quantization.shipped.integers import Awq, Gptq
 from engine.quantization.shipped.spelling import Spelling
 
 KEY = "quantization_config"
-METHODS = ("compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "fp8", "mxfp4", "gptq", "awq")
-"""The values of quant_method that are read."""
 _TEXTS = ("text_config", "llm_config")
 """Where a config may have the language model's, which may have the encoding."""
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")

@@ -301,18 +301,10 @@ def export_hf(
             for order, (hf_name, members) in enumerate(parts.items())
         ]
     else:
-        if low.dtype != STORED:
-            names = unstacked(source.model, names)
-        elif fusing != "keep":
-            raise UserError(
-                f"--fused {fusing} changes matrices whose scales --dtype stored keeps: leave one of them out."
-            )
-        parts, pieces, config = _in_few_bits(source, names, low)
+        parts, pieces, config = _in_few_bits(source, names, low, fusing)
     outside = [name for name in source.outside_names() if low is None or name not in low.outside]
-    pieces += [
-        replace(_outside_piece(source, name), order=order)
-        for order, name in enumerate(outside, 1 + max((piece.order for piece in pieces), default=0))
-    ]
+    first = 1 + max((piece.order for piece in pieces), default=0)
+    pieces += [replace(_outside_piece(source, name), order=first + place) for place, name in enumerate(outside)]
     files = _planned_shards(pieces, max_shard_bytes, in_order=bool(names.pieces))
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
     if low is not None:
@@ -415,9 +407,17 @@ def _side_by_side(shards: list[list[Piece]]) -> list[list[Piece]]:
 
 
 def _in_few_bits(
-    source: WeightSource, names: NameMap, low: LowPrecision
+    source: WeightSource, names: NameMap, low: LowPrecision, fusing: Fusing
 ) -> tuple[dict[str, list[str]], list[Piece], dict[str, Any]]:
-    """Returns stored name -> logical tensors, the tensors to write, and config.json, where linears are rounded."""
+    """Returns stored name -> logical tensors, the tensors to write, and config.json, where linears are rounded.
+
+    Raises:
+        UserError: the family has no place for such tensors, or `fusing` changes the base's own.
+    """
+    if low.dtype != STORED:
+        names = unstacked(source.model, names)
+    elif fusing != "keep":
+        raise UserError(f"--fused {fusing} changes matrices whose scales --dtype stored keeps: leave one of them out.")
     parts: dict[str, list[str]] = {}
     pieces: list[Piece] = []
     ignored = {names.head}

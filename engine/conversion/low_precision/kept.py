@@ -8,13 +8,14 @@ Legend: O rows, I columns, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.checkpoint.copying.contents import block_tensor
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.weight_source import WeightSource
@@ -25,8 +26,10 @@ from engine.kernels.formats import Format
 from engine.kernels.reference_formats import block_decode, merge, requantise, row_chunks, rows_of
 from engine.quantization.encoding import encoding
 
-Updates = Callable[[str], LowRank | StackedLowRank | Shift | None]
-"""Logical name -> what an adapter adds."""
+Update = LowRank | StackedLowRank | Shift | None
+"""An adapter's change of a weight."""
+Updates = Callable[[str], Update]
+"""Gives it by logical name."""
 
 
 class BaseParts(Protocol):
@@ -107,58 +110,59 @@ class KeptCoder(Coder):
         kind, parts, has_values = self.format(matrix), self.empty(matrix), False
         roundings = {member.name: Rounding() for member in matrix.members}
         for member in matrix.members:
-            old = self.base.parts(member.name, kind.granule)
-            new = self._merged(member, old, kind, matrix.columns, scratch)
-            for name, part in new.items():
-                _rows(parts[name], kind.granule if name == "scales" else 1, member).copy_(part)
-            decoded = self._measure(member, old, new, kind, matrix.columns, roundings[member.name], scratch)
-            has_values = has_values or decoded
+            base, rounding = self.base.parts(member.name, kind.granule), roundings[member.name]
+            update, trained = self.updates(member.name), self._trained(member, matrix.columns, scratch)
+            own = {name: _rows(part, kind.granule if name == "scales" else 1, member) for name, part in parts.items()}
+            for chunk in row_chunks(kind, member.count, matrix.columns):
+                old, shape = rows_of(kind, base, chunk), (chunk.stop - chunk.start, matrix.columns)
+                before = block_tensor(scratch, "before", torch.float32, shape)
+                block_decode(kind, old, before)
+                exact, new = self._changed(update, kind, old, before, chunk, trained)
+                after = before
+                if new is not old:
+                    after = block_tensor(scratch, "after", torch.float32, shape)
+                    block_decode(kind, new, after)
+                    rounding.add(exact, after, block_tensor(scratch, "error", torch.float32, shape))
+                    rounding.add_change(exact - before, after - before)
+                if not bool(after.isfinite().all()):
+                    raise UserError("a number is not finite, so nothing was written: use another checkpoint.")
+                has_values = has_values or bool(after.any())
+                for name, part in rows_of(kind, own, chunk).items():
+                    part.copy_(new[name])
         return Coded(parts, roundings, has_values)
 
-    def _merged(self, member: Member, old: Parts, kind: Format, columns: int, scratch: Scratch) -> Parts:
-        """Returns the parts of a weight after training."""
-        update = self.updates(member.name)
-        if update is None and member.name not in self.trained:
-            return old
-        if isinstance(update, LowRank) and update.is_plain:
-            b, a = update.b, update.a
-            if self.factors is not None:
-                b, a = b.to(self.factors), a.to(self.factors)
-            return merge(kind, old, b, a, update.scale)
-        whole = torch.empty(member.count, columns)
-        for chunk, rows in self._numbers(member, old, kind, columns, scratch):
-            whole[chunk] = rows
-        return requantise(kind, old, whole)
+    def _trained(self, member: Member, columns: int, scratch: Scratch) -> Tensor | None:
+        """Returns a weight that was trained in full, fp32; its blocks need not end where the format's do."""
+        if member.name not in self.trained:
+            return None
+        whole, first = torch.empty(member.count, columns), 0
+        for rows in member.blocks(scratch):
+            whole[first : first + len(rows)] = rows
+            first += len(rows)
+        return whole
 
-    def _numbers(
-        self, member: Member, old: Parts, kind: Format, columns: int, scratch: Scratch
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the rows of a weight after training, before they are rounded, fp32."""
-        if member.name in self.trained:
-            first = 0
-            for rows in member.blocks(scratch):
-                yield slice(first, first + len(rows)), rows
-                first += len(rows)
-            return
-        update = self.updates(member.name)
-        for chunk in row_chunks(kind, member.count, columns):
-            rows = torch.empty(chunk.stop - chunk.start, columns)
-            block_decode(kind, rows_of(kind, old, chunk), rows)
-            yield chunk, rows if update is None else update.added_to(rows, chunk.start)
+    def _changed(
+        self, update: Update, kind: Format, old: Parts, before: Tensor, chunk: slice, trained: Tensor | None
+    ) -> tuple[Tensor, Parts]:
+        """Returns rows of a weight after training: the exact ones, fp32, and the parts that they are rounded to.
 
-    def _measure(
-        self, member: Member, old: Parts, new: Parts, kind: Format, columns: int, rounding: Rounding, scratch: Scratch
-    ) -> bool:
-        """Adds up what rounding did to a weight; returns whether it has numbers other than 0."""
-        before, after = torch.empty(2, member.count, columns)
-        block_decode(kind, old, before)
-        block_decode(kind, new, after)
-        if not bool(after.isfinite().all()):
-            raise UserError("a number is not finite, so nothing was written: use another checkpoint.")
-        for chunk, exact in self._numbers(member, old, kind, columns, scratch):
-            rounding.add(exact, after[chunk], torch.empty_like(exact))
-            rounding.add_change(exact - before[chunk], after[chunk] - before[chunk])
-        return bool(after.any())
+        Args:
+            update: of the whole weight.
+            old, before: the base's parts of these rows, and what they stand for.
+            chunk: which rows.
+            trained: the whole weight where it was trained in full.
+        """
+        if trained is not None:
+            return trained[chunk], requantise(kind, old, trained[chunk])
+        if update is None:
+            return before, old
+        exact = update.added_to(before.clone(), chunk.start)
+        if not isinstance(update, LowRank) or not update.is_plain:
+            return exact, requantise(kind, old, exact)
+        b, a = update.b[chunk], update.a
+        if self.factors is not None:
+            b, a = b.to(self.factors), a.to(self.factors)
+        return exact, merge(kind, old, b, a, update.scale)
 
 
 def _rows(part: Tensor, granule: int, member: Member) -> Tensor:

@@ -315,6 +315,6 @@ class _Decoded(Content):
 
 def _is_one_scale(columns: int, shape: tuple[int, ...], spelling: Spelling) -> bool:
     """Returns whether a scale of a whole matrix stands where a config may say one for each row."""
-    if not isinstance(spelling, Floats) or columns or spelling.kind.name not in ("int8", "fp8_channel"):
+    if not isinstance(spelling, Floats) or columns or not spelling.kind.is_rowwise:
         return False
     return all(size == 1 for size in shape)

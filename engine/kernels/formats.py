@@ -49,6 +49,16 @@ class Format:
     granule: int = 1
     keeps_scales: bool = False
 
+    @property
+    def codes_per_byte(self) -> int:
+        """2 where a code has 4 bits, else 1."""
+        return 2 if self.name in ("nvfp4", "mxfp4", "int4") else 1
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether each row has one scale, in a vector."""
+        return self.name in ("fp8_channel", "int8")
+
 
 FORMATS = {
     "nvfp4": Format(name="nvfp4", group=16, scale_dtype=torch.float8_e4m3fn),
@@ -65,11 +75,10 @@ FORMATS = {
 def part_shapes(of: Format, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns the shape and dtype of each part of a matrix [rows, columns]."""
     groups = -(-columns // of.group) if of.group else 1
-    packed = of.name in ("nvfp4", "mxfp4", "int4")
-    code = torch.uint8 if packed else torch.int8 if of.name == "int8" else torch.float8_e4m3fn
-    scales: tuple[int, ...] = (-(-rows // of.granule), groups) if of.name not in ("fp8_channel", "int8") else (rows,)
+    code = torch.uint8 if of.codes_per_byte == 2 else torch.int8 if of.name == "int8" else torch.float8_e4m3fn
+    scales: tuple[int, ...] = (-(-rows // of.granule), groups) if not of.is_rowwise else (rows,)
     parts = {
-        "codes": ((rows, -(-columns // 2) if packed else columns), code),
+        "codes": ((rows, -(-columns // of.codes_per_byte)), code),
         "scales": (scales, of.scale_dtype),
     }
     if of.name == "nvfp4":

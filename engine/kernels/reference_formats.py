@@ -280,15 +280,16 @@ def _requantised_rows(of: Format, parts: Parts, base: Tensor, numbers: Tensor) -
     chosen = dict(parts)
     for name, fresh in changed.items():
         kept = fits[:: of.granule].view(fresh.shape)
-        chosen[name] = _where(kept, parts[name], fresh)
+        chosen[name] = where(kept, parts[name], fresh)
     quotient = new / row_scales(of, chosen, rows)[:, :, None]
     codes = _packed(of, _nearest(of, quotient, chosen.get("zeros")).flatten(1)[:, :columns])
     chosen["codes"] = _with_kept(of, parts["codes"], codes, (same & fits[:, :, None]).flatten(1)[:, :columns])
     return chosen
 
 
-def _where(condition: Tensor, kept: Tensor, fresh: Tensor) -> Tensor:
-    """Chooses; numbers of e4m3 by their bits, because torch has not this op for them on every device."""
+def where(condition: Tensor, kept: Tensor, fresh: Tensor) -> Tensor:
+    """Returns `kept` where the condition holds, else `fresh`; e4m3 by its bits, because torch has not this op for it on
+    every device."""
     if kept.dtype != torch.float8_e4m3fn:
         return torch.where(condition, kept, fresh)
     return torch.where(condition, kept.view(torch.uint8), fresh.view(torch.uint8)).view(torch.float8_e4m3fn)
@@ -297,7 +298,7 @@ def _where(condition: Tensor, kept: Tensor, fresh: Tensor) -> Tensor:
 def _with_kept(of: Format, old: Tensor, new: Tensor, keeps_OI: Tensor) -> Tensor:
     """Returns new codes with the old ones where a number keeps its code."""
     if old.dtype != torch.uint8:
-        return _where(keeps_OI, old, new)
+        return where(keeps_OI, old, new)
     keeps = torch.nn.functional.pad(keeps_OI, (0, keeps_OI.shape[1] % 2)).to(torch.uint8) * 15
     mask = keeps[:, ::2] | (keeps[:, 1::2] << 4)
     return (old & mask) | (new & ~mask)

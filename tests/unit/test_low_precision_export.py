@@ -24,9 +24,11 @@ from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import ExportDType, QuantMethod
+from engine.conversion.decoded_base import DecodedSource, encoded_names
 from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.conversion.live_rows import InputMoments, mean_loss
 from engine.conversion.low_precision import matrices
+from engine.conversion.low_precision.export import LowOptions, low_export
 from engine.conversion.low_precision.kept_format import stored_format
 from engine.conversion.low_precision.linears import low_precision, matrix_of
 from engine.conversion.low_precision.matrices import Coded, Coder, Matrix
@@ -39,6 +41,7 @@ from engine.conversion.proof import live_of
 from engine.errors import UserError
 from engine.kernels.formats import Format
 from engine.kernels.reference_formats import block_decode, requantise
+from engine.telemetry.log import Log
 from tests.unit.checkpoint_models import hf_name, tiny_llama
 from tests.unit.test_checkpoint_source import load_folder
 
@@ -271,6 +274,21 @@ def test_what_does_not_fit_is_left_and_named(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "tiny")
     with pytest.raises(UserError, match="none of the model's linears can be stored as int4, whose groups are 128"):
         low_precision(open_source(tmp_path / "tiny"), "int4", None)
+
+
+def test_a_merge_aware_run_is_told_of_another_model(tmp_path: Path) -> None:
+    """In a format that it did not compute in; and is not sent back to leave out what it was not given."""
+    llama(tmp_path / "hf", head_dim=24)
+    exact_adapter(tmp_path / "hf", tmp_path / "adapter")
+    base = open_source(tmp_path / "hf")
+    adapter = AdapterSource(tmp_path / "adapter", names=base.model.names, decoder=base.model.decoder)
+    decoded = DecodedSource(base, "int4", encoded_names(base.model.decoder, "int4", ()))
+    source = MergedSource(base.model, decoded, adapter, scale=adapter.scale)
+    for factors, note, advice in ((None, "", "leave --dtype out"), (torch.bfloat16, "merge-aware", "another --dtype")):
+        other = low_export(source, LowOptions(dtype="int8"), None, Log(), proof=False, factors=factors)
+        assert any("merge-aware run computed" in one for one in other.low.notes) == bool(note)
+        with pytest.raises(UserError, match=f"o_proj.weight has 96 columns, of which int4 .*: .*{advice}"):
+            low_export(source, LowOptions(dtype="int4"), None, Log(), proof=False, factors=factors)
 
 
 def test_a_blocks_rows_may_end_anywhere(tmp_path: Path) -> None:

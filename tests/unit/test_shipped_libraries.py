@@ -297,6 +297,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2', but e4m3 is read"),
     "fp4 experts": ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4', but fp8 is read"),
     "awq of modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ', but NVFP4"),
+    "six bits": (
+        {
+            "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+            "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 6}}},
+        },
+        "a.weights.num_bits 6, but 4 or 8 is read",
+    ),
     "no groups": ({"quant_method": "compressed-tensors"}, "quantization_config.config_groups null, but a mapping"),
     "two bits": (pack_quantized(num_bits=2), "group_0.weights.num_bits 2, but 4 or 8 is read"),
     "act order": (pack_quantized(actorder="group"), "weights.actorder 'group', but null, weight or static"),

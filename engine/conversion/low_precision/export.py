@@ -154,7 +154,11 @@ def _chosen(source: WeightSource, options: LowOptions, factors: torch.dtype | No
     if kept and not options.calibrate and options.method is None:
         assert isinstance(source, MergedSource)
         return encoded_format(source, options.dtype, factors)
-    return low_precision(source, options.dtype, options.method)
+    low = low_precision(source, options.dtype, options.method)
+    if factors is None:
+        return low
+    other = f"this merge-aware run computed with its base's codes, and {options.dtype} is rounded from the sum instead"
+    return replace(low, notes=(*low.notes, f"{other}: the model is another one than was trained"))
 
 
 def _calibrated(low: LowPrecision, source: WeightSource, batches: Sequence[Batch], log: Log) -> LowPrecision:

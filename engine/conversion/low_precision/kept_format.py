@@ -98,7 +98,7 @@ def encoded_format(source: MergedSource, dtype: ExportDType, factors: torch.dtyp
     if left := sorted(decoded.encoded - names):
         raise UserError(
             f"{left[0]} has {source.shape(left[0])[1]} columns, of which {dtype} has a last group that is not whole, "
-            "and no reader knows such groups: leave --dtype out."
+            f"and no reader knows such groups: {'leave --dtype out' if factors is None else 'choose another --dtype'}."
         )
     return LowPrecision(
         dtype=dtype,

@@ -23,7 +23,7 @@ from engine.conversion.low_precision.matrices import Coded, Coder, Matrix, Parts
 from engine.conversion.low_precision.shared_scales import SharedScales
 from engine.errors import UserError
 from engine.kernels.formats import Format, part_shapes
-from engine.kernels.reference_formats import block_codes, block_decode, block_scales, rows_of, tensor_scale
+from engine.kernels.reference_formats import block_codes, block_decode, block_scales, rows_of, tensor_scale, where
 
 _FACTORS = {
     "mxfp4": (1.0, 0.5, 2.0),
@@ -106,7 +106,7 @@ class ScaleCoder(Coder):
             tried = self._scales(largest * factor, found.get("tensor_scale"))
             block_decode(self.kind, {**tried, "codes": block_codes(self.kind, rows, tried)}, decoded)
             error = self._moved(decoded.sub_(rows), moments)
-            chosen = _where(error < least, tried["scales"], chosen)
+            chosen = where(error < least, tried["scales"], chosen)
             least = torch.minimum(error, least)
         return chosen
 
@@ -130,10 +130,3 @@ class ScaleCoder(Coder):
         blocks = padded.view(-(-rows // height), height, -(-columns // width), width)
         found = blocks.amax((1, 3)) if maximum else blocks.sum((1, 3))
         return found.view(part_shapes(of, rows, columns)["scales"][0])
-
-
-def _where(condition: Tensor, here: Tensor, there: Tensor) -> Tensor:
-    """Chooses by bits, which any dtype has."""
-    if here.dtype != torch.float8_e4m3fn:
-        return torch.where(condition, here, there)
-    return torch.where(condition, here.view(torch.uint8), there.view(torch.uint8)).view(here.dtype)

@@ -178,16 +178,18 @@ def _modelopt(config: Entries) -> list[Rule]:
         group = groups.mapping(name, needed=True)
         fits = _any_target(group.texts("targets"))
         weights = group.mapping("weights", needed=True)
-        four = weights.get("num_bits") == 4
-        rules.append(Rule(fits=fits, spelling=_of_modelopt("NVFP4" if four else "FP8", weights)))
+        if (bits := weights.get("num_bits")) not in (4, 8):
+            raise weights.wrong("num_bits", "4 or 8")
+        rules.append(Rule(fits=fits, spelling=_of_modelopt("NVFP4" if bits == 4 else "FP8", weights)))
     return rules
 
 
 def _excluded(texts: Sequence[str]) -> Callable[[str], bool]:
     """Returns which modules ModelOpt leaves out: by wildcard, or, in older files, by a part of the name."""
-    wildcards = [re.compile(translate(text)) for text in texts if "*" in text or "?" in text]
+    wildcards = [translate(text) for text in texts if "*" in text or "?" in text]
+    pattern = re.compile("|".join(wildcards) or "(?!)")  # of hundreds, one for each router, for each of all experts
     inside = _inside(texts)
-    return lambda module: inside(module) or any(wildcard.match(module) for wildcard in wildcards)
+    return lambda module: inside(module) or pattern.match(module) is not None
 
 
 def _below(names: Sequence[str]) -> Callable[[str], bool]:

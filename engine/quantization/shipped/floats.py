@@ -67,13 +67,9 @@ class Floats(Spelling):
         return replace(self.kind, keeps_scales=True) if self.one_scale else self.kind
 
     @property
-    def _is_rowwise(self) -> bool:
-        return self.kind.name in ("fp8_channel", "int8")
-
-    @property
     def _per_code(self) -> int:
         """Columns in one index of the codes."""
-        return (2 if self.kind.name in ("nvfp4", "mxfp4") else 1) * self.last
+        return self.kind.codes_per_byte * self.last
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -83,7 +79,7 @@ class Floats(Spelling):
         elif self.kind.name in ("mxfp4", "mxfp8"):
             dtypes = EXPONENTS
         else:
-            dtypes = NUMBERS if self._is_rowwise else (*NUMBERS, *EXPONENTS)
+            dtypes = NUMBERS if self.kind.is_rowwise else (*NUMBERS, *EXPONENTS)
         rows = 0 if self.one_scale else self.kind.rows
         found = [
             Layout(ending=self.codes, dtypes=(code,), columns=self._per_code, last=self.last),
@@ -104,13 +100,13 @@ class Floats(Spelling):
             self,
             kind=replace(self.kind, scale_dtype=torch.uint8 if stored in EXPONENTS else stored),
             stored_scales=stored,
-            one_scale=one and self._is_rowwise,
+            one_scale=one and self.kind.is_rowwise,
             scale_shape=shape if one else self.scale_shape,
         )
 
     def load(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
         scales = tensors[self.scales]
-        if self._is_rowwise:
+        if self.kind.is_rowwise:
             scales = scales.flatten().expand(rows)
         elif scales.dtype == torch.float8_e8m0fnu:
             scales = scales.view(torch.uint8)
@@ -123,7 +119,7 @@ class Floats(Spelling):
         codes, scales = parts["codes"], parts["scales"]
         if self.last > 1:
             codes = codes.reshape(codes.shape[0], -1, self.last)
-        if self._is_rowwise:
+        if self.kind.is_rowwise:
             scales = self._one_of(scales) if self.one_scale else scales[:, None]
         if self.stored_scales is not None and scales.dtype != self.stored_scales:
             same_bits = self.stored_scales == torch.float8_e8m0fnu

@@ -186,9 +186,9 @@ class Spelling(ABC):
         for name, part in found.items():
             if name != "scales" or kind.rows == 1:
                 found[name] = part[first : first + count]
-        packed = 2 if kind.name in ("nvfp4", "mxfp4", "int4") else 1
-        start = (columns.start - whole[1].start) // packed
-        found["codes"] = found["codes"][:, start : start + -(-(columns.stop - columns.start) // packed)]
+        start = (columns.start - whole[1].start) // kind.codes_per_byte
+        stop = start + -(-(columns.stop - columns.start) // kind.codes_per_byte)
+        found["codes"] = found["codes"][:, start:stop]
         return found
 
     def decode(

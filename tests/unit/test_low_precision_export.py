@@ -298,6 +298,15 @@ def test_a_blocks_rows_may_end_anywhere(tmp_path: Path) -> None:
         assert said.startswith("checked with transformers"), said
 
 
+def test_a_reader_that_divides_evenly_is_not_asked(tmp_path: Path) -> None:
+    """transformers takes 160 rows in two blocks as blocks of 80, whatever the config says."""
+    llama(tmp_path / "hf", head_dim=40)
+    said = [write(open_source(tmp_path / "hf"), tmp_path / f"out {way}", "fp8_block", way) for way in (None, "fp8")]
+    assert said[0].startswith("checked with transformers"), said[0]
+    assert said[1].startswith("logits not compared with a stock reader's: transformers takes all blocks"), said[1]
+    assert "model.layers.0.self_attn.o_proj.weight ends inside one" in said[1]
+
+
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_block"])
 def test_an_interrupted_export_leaves_nothing_and_is_resumed(
     tmp_path: Path, dtype: ExportDType, monkeypatch: pytest.MonkeyPatch

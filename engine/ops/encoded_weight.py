@@ -81,11 +81,6 @@ class BaseEncoding:
         """Returns one encoding for all frozen weights, by its name."""
         return cls(formats=lambda weight_name: name, arithmetic=arithmetic, operands=operands)
 
-    def of(self, weight_name: str) -> Encoding | None:
-        """Returns the encoding of a weight, by its logical name; None where it keeps the model's dtype."""
-        found = self.formats(weight_name)
-        return None if found is None else encoding(found, self.arithmetic)
-
     def common(self, weight_names: Sequence[str]) -> Encoding | None:
         """Returns the encoding of weights that one product reads; None where it is not the same for all of them."""
         first, *others = {self.formats(name) for name in weight_names} or {None}

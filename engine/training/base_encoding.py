@@ -46,8 +46,10 @@ def base_encoding(config: RunConfig, device: torch.device, formats: Formats | No
         UserError: the GPU has no products for it.
     """
     name = config.model.base_dtype
-    if name is None or name != STORED:
-        return None if name is None else named_encoding(name, config.model.kernels, device)
+    if name is None:
+        return None
+    if name != STORED:
+        return named_encoding(name, config.model.kernels, device)
     assert formats is not None, "weights that are drawn are stored in no format"
     return _by_backend(formats, config.model.kernels, device)
 

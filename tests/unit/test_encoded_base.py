@@ -313,7 +313,7 @@ def test_a_weight_that_is_not_finite_is_named(base: str) -> None:
 def test_key_and_value_heads_that_ranks_share_are_counted_once() -> None:
     """Four ranks, two heads: what the scale of the whole matrix is made from comes from every second rank."""
     for found in spawn(_shared_heads, world=4, timeout=60):
-        assert all(found.values()) and len(found) == 8, found
+        assert all(found.values()) and len(found) == 12, found
 
 
 def _shared_heads() -> dict[str, bool]:
@@ -321,7 +321,7 @@ def _shared_heads() -> dict[str, bool]:
     mesh = build_mesh(RankGrid(tp=4), device_type="cpu", num_kv_heads=2)
     config = small_config(num_layers=1, hidden=64, intermediate=128, head_dim=16)
     found = {}
-    for base in ("fp8", "int8"):
+    for base in ("fp8", "int8", "nvfp4"):
         layout = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, base=BaseEncoding.named(base)
         )  # fmt: skip

@@ -172,7 +172,7 @@ def fill_base(
     entries = [entry for part in parts for entry in encoded_entries(part)]
     stored = checkpoint if config.model.base_dtype == STORED else None
     if stored is not None and (kept := _decoded_names(parts, stored)):
-        log.info(kept_sentence(config, kept))
+        log.info(kept_sentence(stored.dtype(kept[0]), kept))
     if not entries:
         return
     if source is None:
@@ -211,11 +211,11 @@ def _decoded_names(parts: Iterable[Decoder], stored: WeightSource) -> list[str]:
     return [entry.name for entry in plain if entry.name in stored and stored.format(entry.name) is not None]
 
 
-def kept_sentence(config: RunConfig, names: Sequence[str]) -> str:
-    """Returns the line on weights that are stored in few bits and that the model has in numbers."""
+def kept_sentence(dtype: torch.dtype, names: Sequence[str]) -> str:
+    """Returns the line on weights that are stored in few bits and that the model has in numbers, rounded to `dtype`."""
     return (
-        f"decoded to {config.model.dtype}: {counted(len(names), 'weight')} that the checkpoint has in few bits, not of "
-        f"the layers' linears or beside weights that are stored otherwise: {listed(names)}"
+        f"decoded to {str(dtype).removeprefix('torch.')}: {counted(len(names), 'weight')} that the checkpoint has in few "
+        f"bits, not of the layers' linears or beside weights that are stored otherwise: {listed(names)}"
     )
 
 

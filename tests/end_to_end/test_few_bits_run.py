@@ -201,7 +201,7 @@ def test_options_that_cannot_be(
 def test_weights_that_are_stored_otherwise_than_their_neighbours_are_named(
     models: dict[str, Path], settings: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one linear k has 16 bits: q and v are decoded, and the run says so once."""
+    """Of one linear k has 16 bits: q and v are decoded, to 16 bits as without base_dtype, and the run says so once."""
     stories = json.loads(json.dumps(CONFIGS["nvfp4"]))
     stories["ignore"].append("re:.*layers[.]0[.].*k_proj")
     in_few_bits(models["nvfp4"] / "decoded", tmp_path, stories)
@@ -210,6 +210,6 @@ def test_weights_that_are_stored_otherwise_than_their_neighbours_are_named(
     train(load_config(options({
         **settings, "model.path": tmp_path / "hf", "train.steps": 1, "checkpoint.dir": tmp_path / "run"
     })))  # fmt: skip
-    lines = [line for line in capfd.readouterr().err.splitlines() if "decoded to float32:" in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "decoded to bfloat16:" in line]
     assert len(lines) == 1 and "2 weights that the checkpoint has in few bits" in lines[0]
     assert "layers.0.attention.q_proj.weight, layers.0.attention.v_proj.weight" in lines[0]

@@ -91,7 +91,10 @@ def _check(arguments: argparse.Namespace, push: Push | None) -> None:
             )
     elif _is_model(source):
         if arguments.merged or out is not None or push is None:
-            raise UserError(f"{source} is a model that transformers opens already: upload it with --push OWNER/NAME.")
+            advice = "upload it with --push OWNER/NAME"
+            if arguments.dtype is not None:
+                advice = f"rankfold convert export --source {source} --format hf --dtype {arguments.dtype} stores it so"
+            raise UserError(f"{source} is a model that transformers opens already: {advice}.")
     elif arguments.base_dtype is not None:
         raise UserError(f"--base-dtype is for a PEFT adapter, and {source} is none: leave it out.")
     if arguments.dtype is not None and not arguments.merged:

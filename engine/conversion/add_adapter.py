@@ -258,10 +258,10 @@ def kept_summary(rounding: Mapping[str, Mapping[str, float]]) -> str | None:
     )
 
 
-def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns one sentence about a merge."""
+def summary(rounding: Mapping[str, Mapping[str, float]], done: str = "merged") -> str:
+    """Returns one sentence about tensors that were merged, or only rounded."""
     name, worst = max(rounding.items(), key=lambda each: each[1]["max_error"])
-    merged = f"{counted(len(rounding), 'tensor')} merged"
+    merged = f"{counted(len(rounding), 'tensor')} {done}"
     text = f"{merged}; rounding changed values by at most {worst['max_error']:.2e} ({name})"
     if worst["max_error"] == 0.0:
         return f"{merged} exactly: {MERGE_REPORT}"

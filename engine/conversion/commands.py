@@ -114,13 +114,17 @@ class Options(Work):
             raise UserError(f"--threads is {self.threads}: expected at least 1.")
 
     @contextmanager
-    def work(self, log: Log, title: str, weights: WeightSource) -> Iterator[Work]:
+    def work(self, log: Log, title: str) -> Iterator[Work]:
         """Shows a progress line of bytes written and, if asked for, read back; it does not cover the proof."""
-        total = weights.total_bytes() * (2 if self.verify else 1)
-        done = 0
+        total = done = 0
         if (slow := slow_checksums()) is not None:
             log.info(f"note: {slow}")
-        with Progress(log, title, total, "bytes") as progress:
+        with Progress(log, title, None, "bytes") as progress:
+
+            def expect(amount: int) -> None:
+                nonlocal total
+                total = amount * (2 if self.verify else 1)
+                progress.expect(total)
 
             def advance(amount: int) -> None:
                 nonlocal done
@@ -129,7 +133,7 @@ class Options(Work):
                 if done >= total:
                     progress.finish()
 
-            yield replace(self, progress=advance)
+            yield replace(self, planned=expect, progress=advance)
 
 
 def run_import(
@@ -144,7 +148,7 @@ def run_import(
     """Partitions a model. See `import_checkpoint`; `doing` is for the progress line."""
     log = Log()
     weights = open_source(source, implementation)
-    with options.work(log, f"{doing} {source}", weights) as work:
+    with options.work(log, f"{doing} {source}") as work:
         report = import_checkpoint(weights, out, tensor=tensor, work=work)
     if outside := weights.outside_names():
         log.info(f"kept as they are: {counted(len(outside), 'tensor')} outside the language model: {listed(outside)}")
@@ -316,7 +320,7 @@ def _export_weights(
         run_config, factors = (None, None) if run is None else (run.checkpoint.run_config, run.merged_factors)
         export = low_export(weights, options.low, run_config, log, proof=options.proof, factors=factors)
         low, proof = export.low, export.check if export.has_checks else None
-    with options.work(log, f"exporting {short_path(read)}", weights) as work:
+    with options.work(log, f"exporting {short_path(read)}") as work:
         report = export_hf(
             weights,
             out,
@@ -329,7 +333,7 @@ def _export_weights(
             card=card,
             low=low,
         )
-    _say(log, report)
+    _say(log, report, "merged" if low is None else "rounded")
 
 
 def _export_base(source: Path, out: Path, form: str, has_run_options: bool, options: Options, log: Log) -> None:
@@ -396,11 +400,11 @@ def open_trained(
     return trained
 
 
-def _say(log: Log, report: ConversionReport) -> None:
+def _say(log: Log, report: ConversionReport, done: str = "merged") -> None:
     for note in report.notes:
         log.info(f"note: {note}")
     if report.rounding:
-        log.info(kept_summary(report.rounding) or summary(report.rounding))
+        log.info(kept_summary(report.rounding) or summary(report.rounding, done))
     text = f"wrote {report.out}: {counted(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
     text += counted(len(report.files), "file")
     if report.kept_bytes:

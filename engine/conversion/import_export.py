@@ -87,12 +87,14 @@ class Work:
         overwrite: replace an existing model at the destination.
         verify: read everything back from the disk and compare.
         threads: None for two per processor, at most 8.
+        planned: called with the bytes of all tensors that will be written.
         progress: called with bytes as they are written, and again as they are read back.
     """
 
     overwrite: bool = False
     verify: bool = False
     threads: int | None = None
+    planned: Progress | None = None
     progress: Progress | None = None
 
 
@@ -156,6 +158,8 @@ def _written(
     `resumable_folder`."""
     with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=num_bytes) as found:
         staging, journal = found
+        if work.planned is not None:
+            work.planned(sum(file.num_bytes for file in files))
         yield staging, write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
 
 

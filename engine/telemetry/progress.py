@@ -95,6 +95,10 @@ class Progress:
         self._done = 0
         self._finished = False
 
+    def expect(self, total: int) -> None:
+        """Sets the amount of work, where it is known only after the start."""
+        self._total = total
+
     def advance(self, amount: int = 1) -> None:
         """Counts `amount` more as done."""
         self._done += amount

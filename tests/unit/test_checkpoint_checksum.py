@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,7 +85,7 @@ def test_work_without_compiled_checksums_says_so(
     said = []
     for status in (NativeStatus(available=False, reason="nothing is built"), NativeStatus(available=True, reason="")):
         monkeypatch.setattr("engine.kernels.checksum.native_status", lambda status=status: status)
-        with Options().work(Log(), "importing", Mock(total_bytes=lambda: 1)):
+        with Options().work(Log(), "importing"):
             said.append(capsys.readouterr())
     assert "note: nothing is built: checksums are computed by numpy" in "".join(said[0])
     assert "note" not in "".join(said[1])

@@ -24,6 +24,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import ExportDType, QuantMethod
+from engine.conversion.commands import Options
 from engine.conversion.decoded_base import DecodedSource, encoded_names
 from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.conversion.live_rows import InputMoments, mean_loss
@@ -41,6 +42,7 @@ from engine.conversion.proof import live_of
 from engine.errors import UserError
 from engine.kernels.formats import Format
 from engine.kernels.reference_formats import block_decode, requantise
+from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log
 from tests.unit.checkpoint_models import hf_name, tiny_llama
 from tests.unit.test_checkpoint_source import load_folder
@@ -289,6 +291,16 @@ def test_a_merge_aware_run_is_told_of_another_model(tmp_path: Path) -> None:
         assert any("merge-aware run computed" in one for one in other.low.notes) == bool(note)
         with pytest.raises(UserError, match=f"o_proj.weight has 96 columns, of which int4 .*: .*{advice}"):
             low_export(source, LowOptions(dtype="int4"), None, Log(), proof=False, factors=factors)
+
+
+def test_progress_counts_the_bytes_that_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    with Options(verify=True).work(Log(), "exporting") as work:
+        report = export_hf(source, tmp_path / "out", low=low_precision(source, "nvfp4", None), work=work)
+    last = "".join(capsys.readouterr()).strip().splitlines()[-1]
+    size = format_bytes(2 * report.num_bytes)
+    assert last.startswith(f"exporting: {size} / {size} (100%)"), last
 
 
 def test_a_blocks_rows_may_end_anywhere(tmp_path: Path) -> None:

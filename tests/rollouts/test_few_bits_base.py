@@ -32,18 +32,17 @@ def test_samples_and_losses_are_those_on_the_decoded_base(layout: str, tmp_path:
     for place, base in ((model, "stored"), (model / "few" / "decoded", "null")):
         settings = {**given, "model.path": place, "model.base_dtype": base}
         one = layout == "one"
-        outcomes.append([stepped(settings, 3)] if one else spawn(stepped, world=2, args=(settings, 3), timeout=200))
+        outcomes.append([stepped(settings, 2)] if one else spawn(stepped, world=2, args=(settings, 2), timeout=200))
     assert outcomes[0] == outcomes[1]
-    assert len({step["loss"] for step in outcomes[0][0]}) == 3
+    assert len({step["loss"] for step in outcomes[0][0]}) == 2
 
 
 def test_teachers_have_the_formats_that_they_are_stored_in(tmp_path: Path) -> None:
-    """One in 16 bits beside a model in few keeps its own, and one in few bits teaches as it does when it is decoded."""
+    """Beside a model in few bits, one in other few bits teaches as its numbers in a checkpoint in 32 bits do."""
     settings = distilled_settings(tmp_path, ("other",))
     draw_in_few_bits(tmp_path / "model", "nvfp4")
-    stored = {**settings, "model.base_dtype": "stored"}
-    (plain,) = stepped(stored, 1)
     draw_in_few_bits(tmp_path / "other", "fp8_channel")
     teachers = [tmp_path / "other", tmp_path / "other" / "few" / "decoded"]
+    stored = {**settings, "model.base_dtype": "stored"}
     few, decoded = (stepped({**stored, "distillation.teachers": f"[{one}]"}, 1)[0] for one in teachers)
-    assert few["completions"] == decoded["completions"] and few["loss"] == decoded["loss"] != plain["loss"]
+    assert few["completions"] == decoded["completions"] and few["loss"] == decoded["loss"] > 0

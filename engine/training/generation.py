@@ -152,8 +152,9 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
         source = open_source(choice.path)
         return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN, ()
     source, trained, scale, encoded, tokenizer, merges = _adapter(choice, log)
-    same = STORED if not merges else None  # what is stored has the same numbers when it is decoded
-    if encoded not in (None, same, choice.base_dtype):
+    # what is stored has the same numbers when it is decoded
+    is_same = encoded == STORED and choice.base_dtype is None and not merges
+    if encoded not in (None, choice.base_dtype) and not is_same:
         log.warning(
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
             f"{choice.base_dtype or 'not given'}: --base-dtype {encoded} gives the model that was trained"

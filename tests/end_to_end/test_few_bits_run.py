@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -13,10 +14,14 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
+from engine.choices import BaseDType
 from engine.config.load import load_config
 from engine.conversion.import_export import import_checkpoint
 from engine.conversion.run_facts import training_facts
 from engine.errors import UserError
+from engine.inference.options import ModelChoice
+from engine.telemetry.log import Log
+from engine.training.generation import live_sources
 from engine.training.start_model import check_model, model_source
 from engine.training.trainer import train
 from tests.support.commands import losses, options, run_tool
@@ -156,6 +161,13 @@ def test_generation_reads_the_codes(run: Path, models: dict[str, Path]) -> None:
         assert ("frozen base:" in found.stderr) == bool(more)
         texts.append(found.stdout)
     assert texts[0] == texts[1] and len(texts[0]) > 20
+
+
+@pytest.mark.parametrize(("base_dtype", "warns"), [(None, False), ("stored", False), ("int8", True)])
+def test_generation_beside_other_numbers_is_warned_of(base_dtype: BaseDType | None, warns: bool, run: Path) -> None:
+    said = io.StringIO()
+    live_sources(ModelChoice(path=None, adapter=run, base_dtype=base_dtype), Log(stream=said))
+    assert ("trained beside a base in stored, and --base-dtype is int8" in said.getvalue()) == warns
 
 
 def _refused(settings: dict[str, Any], words: str, world: int = 1) -> None:

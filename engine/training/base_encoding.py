@@ -214,8 +214,8 @@ def _decoded_names(parts: Iterable[Decoder], stored: WeightSource) -> list[str]:
 def kept_sentence(dtype: torch.dtype, names: Sequence[str]) -> str:
     """Returns the line on weights that are stored in few bits and that the model has in numbers, rounded to `dtype`."""
     return (
-        f"decoded to {str(dtype).removeprefix('torch.')}: {counted(len(names), 'weight')} that the checkpoint has in few "
-        f"bits, not of the layers' linears or beside weights that are stored otherwise: {listed(names)}"
+        f"decoded to {str(dtype).removeprefix('torch.')}: {counted(len(names), 'weight')} that the checkpoint has in "
+        f"few bits, not of the layers' linears or beside weights that are stored otherwise: {listed(names)}"
     )
 
 

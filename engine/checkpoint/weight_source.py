@@ -100,7 +100,7 @@ class WeightSource(StoredTensors):
 
     @property
     def encoding(self) -> ShippedEncoding | None:
-        """What config.json says of weights that are stored in few bits; None where there are none."""
+        """The encoding that config.json has for weights in few bits; None where there are none."""
         return None
 
     def beside_codes(self) -> Mapping[str, Tensor]:

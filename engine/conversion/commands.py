@@ -217,29 +217,7 @@ def run_export(
                 f"the base of {source} is in {trained.model.hf_path}, a folder that only this machine has, and an "
                 "adapter on the hub names its base: give the base's name there with --base-name."
             )
-        if trained.is_merge_aware:
-            log.info(
-                "note: this merge-aware run computed with the adapter rounded into its base, and readers of an adapter "
-                "add it unrounded: a merged model is what was trained"
-            )
-        weights, chosen = trained.weights, adapter_form or "per_expert"
-        unread = unread_by_peft(values, trained.checkpoint.lora, trained.model, chosen)
-        proof = partial(prove_adapter, base=weights, trained=values, scale=trained.scale, unread=unread)
-        report = export_peft(
-            values,
-            trained.checkpoint.lora,
-            trained.model,
-            out,
-            overwrite=options.overwrite,
-            inputs=[trained.checkpoint.folder],
-            proof=proof if options.proof and weights is not None else None,
-            tokenizer=tokenizer,
-            base_name=base_name,
-            facts=training_facts(trained.checkpoint),
-            form=chosen,
-            reader=reader,
-        )
-        _say(log, report)
+        _export_adapter(trained, out, base_name, adapter_form or "per_expert", reader, options, log, tokenizer)
         return
     if adapted_modules(values.tensor_names()) and not merge:
         raise UserError(
@@ -254,6 +232,42 @@ def run_export(
     merged = MergedSource(trained.model, weights, values, scale=trained.scale)
     card = model_card(trained.model, training_facts(trained.checkpoint))
     _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer, card, trained)
+
+
+def _export_adapter(
+    trained: TrainedModel,
+    out: Path,
+    base_name: str | None,
+    form: AdapterForm,
+    reader: AdapterReader | None,
+    options: Options,
+    log: Log,
+    tokenizer: TrainedTokenizer,
+) -> None:
+    """Writes a run's adapter as PEFT reads it; arguments are those of `run_export`."""
+    if trained.is_merge_aware:
+        log.info(
+            "note: this merge-aware run computed with the adapter rounded into its base, and readers of an adapter "
+            "add it unrounded: a merged model is what was trained"
+        )
+    values, weights = trained.values, trained.weights
+    unread = unread_by_peft(values, trained.checkpoint.lora, trained.model, form)
+    proof = partial(prove_adapter, base=weights, trained=values, scale=trained.scale, unread=unread)
+    report = export_peft(
+        values,
+        trained.checkpoint.lora,
+        trained.model,
+        out,
+        overwrite=options.overwrite,
+        inputs=[trained.checkpoint.folder],
+        proof=proof if options.proof and weights is not None else None,
+        tokenizer=tokenizer,
+        base_name=base_name,
+        facts=training_facts(trained.checkpoint),
+        form=form,
+        reader=reader,
+    )
+    _say(log, report)
 
 
 def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:

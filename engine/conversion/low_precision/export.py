@@ -70,7 +70,7 @@ class LowOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowExport:
-    """What an export in few bits needs.
+    """The ingredients of an export in few bits.
 
     Args:
         low: how its linears are stored.

@@ -33,7 +33,7 @@ _FACTORS = {
     "int8": (1.0, *(step / 32 for step in range(24, 32, 2))),
     "fp8_block": (1.0, *(step / 32 for step in range(24, 32, 2))),
 }
-"""What a block's largest number is multiplied by before its scale is made from it; the first wins a tie."""
+"""Factors of a block's largest number before its scale is made from it; the first wins a tie."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ _INPUTS: dict[str, dict[str, Any]] = {
     "fp8_block": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": _BLOCK},
     "int8": {"num_bits": 8, "type": "int", "strategy": "token"},
 }
-"""What servers round a linear's inputs to while they run, for the formats that they multiply in 8 bits."""
+"""Servers round a linear's inputs to these while they run, for the formats that they multiply in 8 bits."""
 
 
 def rounds_inputs(dtype: ExportDType) -> bool:

@@ -44,6 +44,7 @@ from engine.kernels.formats import Format
 from engine.kernels.reference_formats import block_decode, requantise
 from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log
+from tests.support.shipped_models import rewritten
 from tests.unit.checkpoint_models import hf_name, tiny_llama
 from tests.unit.test_checkpoint_source import load_folder
 
@@ -308,6 +309,20 @@ def test_a_blocks_rows_may_end_anywhere(tmp_path: Path) -> None:
     for method in (None, "fp8"):
         said = write(open_source(tmp_path / "hf"), tmp_path / f"out {method}", "fp8_block", method)
         assert said.startswith("checked with transformers"), said
+
+
+def test_scales_may_have_another_precision_than_the_model(tmp_path: Path) -> None:
+    """compressed-tensors decodes to that of the scales, whose float16 is finer than the model's bfloat16."""
+    llama(tmp_path / "hf")
+    write(open_source(tmp_path / "hf"), tmp_path / "base", "int4")
+
+    def halve(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: one.half() * 1.01 for name, one in tensors.items() if name.endswith("weight_scale")})
+
+    base = open_source(rewritten(tmp_path / "base", halve))
+    low = stored_format(base, None)
+    report = export_hf(base, tmp_path / "out", low=low, proof=lambda folder: prove_low(folder, base, low))
+    assert report.notes[-1].startswith("checked with transformers"), report.notes
 
 
 def test_a_reader_that_divides_evenly_is_not_asked(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from engine.errors import UserError
 _TO_16_BITS = frozenset(("nvfp4", "mxfp4", "int4"))
 """Formats that compressed-tensors decodes to the dtype of its scales or to bfloat16, whatever the model's is."""
 _ROUNDED = 3e-2
-"""As `SAME`, of a model in float32: such a reader rounds each weight, by 2^-9 of it at most."""
+"""As `SAME`, of a model in float32 or in another dtype than its scales: one of the two readers rounds each weight, by
+2^-9 of it at most."""
 
 
 def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
@@ -75,5 +76,10 @@ def prove_low(folder: Path, source: WeightSource, low: LowPrecision) -> str:
 
 def _limit(written: WeightSource) -> float:
     """Returns how far logits of the reader may be from those of the weights as the engine decodes them."""
-    formats = set() if written.encoding is None else {one.format.name for one in written.encoding.spellings()}
-    return _ROUNDED if widest(written) == torch.float32 and formats & _TO_16_BITS else SAME
+    dtype, kinds = widest(written), {written.format(name) for name in written.tensor_names()}
+    is_rounded = any(
+        (dtype == torch.float32 and kind.name in _TO_16_BITS) or (kind.name == "int4" and kind.scale_dtype != dtype)
+        for kind in kinds
+        if kind is not None
+    )
+    return _ROUNDED if is_rounded else SAME

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from engine.conversion.commands import Options
     from engine.conversion.low_precision.export import LowOptions
 
-_OWN_VALIDATION = Path("validation")
-"""Stands for the run's own data.validation after --evaluate."""
+_OWN_VALIDATION = "validation"
+"""Stands for the run's own data.validation after --evaluate; a file of that name is ./validation."""
 _LOW = ("quant_method", "calibrate", "evaluate")
 _TENSOR = {"parallel.tensor": "--tensor"}
 _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
@@ -196,7 +196,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--evaluate",
-        type=Path,
         metavar="FILE",
         help="with --dtype, of a run: say the loss before and after rounding, on these records; validation stands for "
         "the run's own data.validation",
@@ -306,6 +305,6 @@ def _low_options(arguments: argparse.Namespace) -> LowOptions | None:
         method=arguments.quant_method,
         calibrate=arguments.calibrate or 0,
         evaluates=arguments.evaluate is not None,
-        evaluation=None if own else arguments.evaluate,
+        evaluation=None if own or arguments.evaluate is None else Path(arguments.evaluate),
         reads=RunRows.recorded,
     )

@@ -24,6 +24,7 @@ from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
+from engine.ops.attention.dense_gradient import with_dense_gradient
 from engine.ops.kernels import Attention
 from engine.ops.rope import neighbours_apart, rotate
 
@@ -165,5 +166,5 @@ def sparse_attention(
         # one row of a batch: without that dimension no fused kernel takes them, and all scores would be kept
         q, k, v = (x[None, end - length : end].transpose(1, 2) for x in (q_THD, k_THD, v_THD))
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        outs.append(out[0].transpose(0, 1))
+        outs.append(with_dense_gradient(out)[0].transpose(0, 1))
     return torch.cat(outs)

@@ -81,7 +81,12 @@ class EncodedTensors:
         if encoding is not None:
             stored = set(self._files.names())
             for found in self._find(encoding, stored):
-                self._encoded[found.module + found.spelling.weight] = found
+                name = found.module + found.spelling.weight
+                if name in stored and name not in found.stored().values():
+                    raise UserError(
+                        f"{folder} has {name} both as numbers and in {found.spelling.name}: use a copy with one."
+                    )
+                self._encoded[name] = found
             self.unread = sorted(name for name in stored if self._is_unread(name))
         hidden = {name for one in self._encoded.values() for name in one.stored().values()}.union(self.unread)
         self._names = [*(name for name in self._files.names() if name not in hidden), *self._encoded]

@@ -22,7 +22,7 @@ from engine.quantization.shipped.config import encoding_of
 from engine.quantization.shipped.floats import Floats
 from tests.support.family_models import batch_of, engine_model, stock_losses
 from tests.support.format_parts import SPELLINGS, drawn_parts
-from tests.support.shipped_models import fp8_model, rewritten, small_model, stored_words
+from tests.support.shipped_models import compressed_model, fp8_model, rewritten, small_model, stored_words
 from tests.unit.test_shipped_encodings import (
     assert_cuts_join,
     assert_stores,
@@ -367,6 +367,15 @@ def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     replaced(tmp_path, "llama fused", nvfp4, {"quant_algo": "NVFP4", "ignore": ["lm_head"]})
     rewritten(tmp_path, change)
     with pytest.raises(UserError, match=words):
+        open_source(tmp_path)
+
+
+def test_numbers_beside_codes_are_refused(tmp_path: Path) -> None:
+    """compressed-tensors' codes have names of their own, so that a file may have a matrix twice."""
+    compressed_model(tmp_path, "llama", {"NVFP4A16": ["Linear"]})
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewritten(tmp_path, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
+    with pytest.raises(UserError, match=f"has {name} both as numbers and in NVFP4: use a copy with one"):
         open_source(tmp_path)
 
 

@@ -68,6 +68,11 @@ class EncodedEntry:
         """Rows of the weight to a row of its scales."""
         return self.spec.local_shape[0] // self.parts["scales"].shape[0]
 
+    @property
+    def _divides(self) -> bool:
+        """Whether the matrix's scale divides the blocks', so that it may not be 0."""
+        return self.encoding.format is not None and self.encoding.format.divides
+
     @torch.no_grad()
     def fill(self, parts: Mapping[str, Tensor]) -> None:
         """Copies parts that were stored as such.
@@ -79,7 +84,7 @@ class EncodedEntry:
             found = parts[name]
             assert found.shape == part.shape and found.dtype == part.dtype, (self.name, name, found, part)
             part.copy_(found)
-            if _has_no_number(name, part):
+            if _has_no_number(name, part) or (name == "tensor_scale" and self._divides and bool((part == 0).any())):
                 raise UserError(
                     f"{self.name} has {name} that are not finite as it is stored: use another copy of the model."
                 )

@@ -18,6 +18,7 @@ from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec, split_spec
 from engine.errors import UserError
+from engine.kernels.formats import Format
 from engine.layers import encoded_storage
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage, encoded_entries, fill_encoded
@@ -34,6 +35,7 @@ from rankfold.planning.memory_measure import LiveStorages
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.plain_decoder import PlainDecoder
+from tests.support.format_parts import drawn_parts
 from tests.support.spawning import spawn
 
 CPU = torch.device("cpu")
@@ -345,3 +347,23 @@ def _shared_heads() -> dict[str, bool]:
                 for name, part in entry.parts.items()
             )
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("codes", None), ("scales", float("nan")), ("tensor_scale", float("inf")), ("tensor_scale", 0.0)],
+)
+def test_stored_parts_that_mean_no_number_are_refused(name: str, value: float | None) -> None:
+    """A matrix's scale of 0 is one where it divides."""
+    shape = (4, 32)
+    kind = Format(name="nvfp4", group=16, scale_dtype=torch.float8_e4m3fn, divides=True)
+    spec, base = ShardSpec(global_shape=shape, local_shape=shape), BaseEncoding(formats=lambda _: kind)
+    storage = EncodedStorage([("down", spec)], encoding(kind), base, tp=Axis("tp"), device=torch.device("cpu"))
+    (entry,) = storage.entries
+    parts = drawn_parts(kind, *shape, seed=0)
+    if value is None:
+        entry.fill(parts)
+        return
+    parts[name] = parts[name].float().index_fill(0, torch.tensor([2]), value).to(parts[name].dtype)
+    with pytest.raises(UserError, match=f"down.weight has {name} that are not finite as it is stored"):
+        entry.fill(parts)

@@ -296,8 +296,7 @@ def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> 
 
 
 def _check_whole_scales(entry: EncodedEntry) -> None:
-    """Refuses a weight of whose numbers some share a scale with numbers of other ranks: merged, they would need it; and
-    one that no merged checkpoint can have."""
+    """Refuses a weight of whose numbers some share a scale with numbers of other ranks: merged, they would need it."""
     name, spec, format = entry.name.removesuffix(".weight"), entry.spec, entry.encoding.format
     if format is None:
         raise UserError(
@@ -311,12 +310,6 @@ def _check_whole_scales(entry: EncodedEntry) -> None:
             f"lora.merge_aware is true and {name} is stored as {format.name}, with one scale for a row of "
             f"{spec.global_shape[1]} input features, but parallel.tensor {entry.tp.size} cuts its rows: set "
             "parallel.tensor to 1 (the other ways to spread a model work), or add that module to lora.exclude."
-        )
-    if format.rows == 1 and format.group and spec.global_shape[1] % format.group:
-        raise UserError(
-            f"lora.merge_aware is true and {name} is stored as {format.name}, with one scale for {format.group} input "
-            f"features, but it has {spec.global_shape[1]}, and no checkpoint is written with a last group that is not "
-            "whole: use another model.base_dtype, or set lora.merge_aware to false."
         )
     height, end = format.rows, spec.global_shape[0]
     inside = (

@@ -250,14 +250,6 @@ def test_what_is_no_format_of_a_merged_checkpoint_is_refused(base: str) -> None:
     assert f"layers.0.attention.q_proj is stored as {base}, a format that no merged checkpoint" in message
 
 
-def test_a_last_group_that_is_not_whole_is_refused() -> None:
-    """No reader knows such groups, so that the merged model could not be written."""
-    ragged = Format(name="nvfp4", group=48, scale_dtype=torch.float8_e4m3fn)
-    base = BaseEncoding(formats=lambda _: ragged)
-    message = _refusal(lambda: meta_model(CONFIG, plan=replace(CASE, merge_aware=True).plan(), base=base))
-    assert "is stored as nvfp4, with one scale for 48 input features, but it has" in message
-
-
 def test_a_run_none_of_whose_adapters_can_be_merged_is_refused() -> None:
     def check(targets: str) -> None:
         config = RunConfig(model=ModelOptions(path="x", base_dtype="int8"), lora=LoraOptions(merge_aware=True))

@@ -213,7 +213,7 @@ def test_options_that_cannot_be(
 def test_weights_that_are_stored_otherwise_than_their_neighbours_are_named(
     models: dict[str, Path], settings: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one linear k has 16 bits: q and v are decoded, to 16 bits as without base_dtype, and the run says so once."""
+    """One linear's k has 16 bits: q and v are decoded, to 16 bits as without base_dtype, and the run says so once."""
     stories = json.loads(json.dumps(CONFIGS["nvfp4"]))
     stories["ignore"].append("re:.*layers[.]0[.].*k_proj")
     in_few_bits(models["nvfp4"] / "decoded", tmp_path, stories)

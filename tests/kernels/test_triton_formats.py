@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_in_its_block(place: tuple[str, torch.dtype], name
 @long_places
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "int4", "int8", "fp8_block stacked"])
 def test_parts_of_a_cut(place: tuple[str, torch.dtype], name: str) -> None:
-    """Of rows, and of columns at the beginning of a block: what a rank has is no tensor of its own."""
+    """Cuts of rows, and of columns at the beginning of a block: a rank has views, no tensors of its own."""
     of = VARIANTS[name]
     block = of.group or 128
     rows, columns = slice(32, 96), slice(block, 2 * block + 9)
@@ -181,7 +181,7 @@ def test_scales_at_the_ends(place: tuple[str, torch.dtype]) -> None:
 @long_places
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block stacked", "int8", "int4 with zeros", "int4 of 96"])
 def test_rows_of_several_matrices(place: tuple[str, torch.dtype], name: str) -> None:
-    """Of three experts gate and up, each with adapters of its own, in a launch for all gates and one for all ups."""
+    """Three experts' gate and up, each with adapters of its own, in a launch for all gates and one for all ups."""
     of, columns = VARIANTS[name], 160
     sections, height = (slice(0, 32), slice(32, 96)), 96
     experts = [_weight(of, (height, columns)) for _ in range(3)]

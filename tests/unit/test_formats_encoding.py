@@ -270,7 +270,7 @@ def test_the_dtype_and_strides_of_a_weight_do_not_matter(name: str, dtype: torch
 
 @pytest.mark.parametrize("name", _encodable())
 def test_errors_are_within_half_a_step(name: str) -> None:
-    """Of a number to its decoded one: a step of the format under the block's scale, which absmax makes large enough."""
+    """The error is a number's to its decoded one, the step the format's under a scale that absmax makes."""
     of: Format = SPELLINGS[name]
     weight = _weight(8)
     out = torch.empty_like(weight)

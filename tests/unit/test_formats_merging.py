@@ -60,7 +60,7 @@ def test_unchanged_numbers_keep_their_parts(name: str, rows: int, columns: int, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code_under_every_scale_is_kept(name: str) -> None:
-    """Of those under which all numbers are finite; NVFP4's products of scales are tiny, ordinary and very large."""
+    """Scales under which all numbers are finite; NVFP4's products of scales are tiny, ordinary and very large."""
     of = SPELLINGS[name]
     for seed, of_matrix in enumerate((1e-38, 3.7, 1e35)):
         parts = drawn_parts(of, 256, 384, seed, extreme=True)

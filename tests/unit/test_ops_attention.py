@@ -51,7 +51,7 @@ def test_a_gradient_made_dense_has_the_layout_of_a_dense_output():
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("lengths", [(9, 15, 24), (512, 512)])
 def test_gradients_whatever_the_distance_of_the_rows_of_the_outputs_gradient(head_dim: int, lengths: tuple[int, ...]):
-    """Of the same sizes one after the other, which one plan of a library's kernel may serve."""
+    """Three of the same sizes in turn, which one plan of a library's kernel may serve."""
     heads, kv_heads, scale = 4, 1, head_dim**-0.5
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), num, head_dim) for num in (heads, kv_heads, kv_heads)]

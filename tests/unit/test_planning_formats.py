@@ -124,7 +124,7 @@ def _shape(workload: Workload) -> ModelShape:
 
 
 def test_decoding_reads_codes_and_scales_and_writes_numbers() -> None:
-    """Of down_proj, once forward and once in backward; what it is decoded to has columns for adapters."""
+    """For down_proj, once forward and once in backward; what it is decoded to has columns for adapters."""
     workload = _in("nvfp4", lora=LoraOptions(rank=16))
     found = [one for one in kernel_times(workload, Layout(), MemoryPlan(), H200) if one.launch.name == "decode"]
     rows, columns = 8192, 28_672
@@ -199,7 +199,7 @@ def test_drawn_weights_are_not_stored(option: str, tmp_path: Path) -> None:
 
 
 def test_merging_adds_the_adapters_to_what_decoding_reads() -> None:
-    """Of down_proj: A and B beside the codes, and the sum of 16 products for each number, a product and an addition
+    """For down_proj: A and B beside the codes, and the sum of 16 products for each number, a product and an addition
     each as long as both fused."""
     workload = _in("nvfp4", lora=LoraOptions(rank=16, merge_aware=True))
     found = kernel_times(workload, Layout(), MemoryPlan(), H200)

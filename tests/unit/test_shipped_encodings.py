@@ -124,7 +124,7 @@ def assert_cuts_join(source: WeightSource, name: str, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("preset", sampled(PRESETS[:6] + PRESETS[7:], ["NVFP4A16", "W4A16_ASYM", "FP8_BLOCK"]))
 def test_parts_of_ranks_are_cuts_of_the_whole(preset: str, size: int, tmp_path: Path) -> None:
-    """Of q rows, of k rows fewer than a block, of o columns; cuts inside a block are refused."""
+    """Rows of q, fewer than a block of k, and columns of o; cuts inside a block are refused."""
     compressed_model(tmp_path, "llama fused", {preset: ["Linear"]})
     source = open_source(tmp_path)
     for module in ("attention.q_proj", "attention.k_proj", "attention.o_proj", "mlp.down_proj"):

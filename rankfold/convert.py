@@ -35,6 +35,7 @@ from engine.choices import (
 from engine.config.command_line import CommandLine, named_as
 from engine.config.hub_flag import add_download, with_local_folders
 from engine.config.hub_push import add_push, check_push, push_of, upload
+from engine.config.paths import path_text
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
 from engine.errors import UserError
@@ -196,6 +197,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--evaluate",
+        type=path_text,
         metavar="FILE",
         help="with --dtype, of a run: say the loss before and after rounding, on these records; validation stands for "
         "the run's own data.validation",

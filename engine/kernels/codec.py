@@ -32,6 +32,10 @@ class Arithmetic:
         merged_decode: format, parts, b [O, R], a [R, I], scale, out: the base with an adapter in its format.
         merged_stack: the same of M matrices in one launch, each argument with M as its first dimension; None where a
             backend has no such.
+        few_rows_product: format, parts, x [T, I], out [T, O] in x's dtype, rows of both any distance apart: x W^T,
+            where W has the numbers of `block_decode` in x's dtype and is in no memory. Sums are fp32, rounded once.
+            None where a backend has no such.
+        most_few_rows: T up to which it takes less time than `block_decode` and a product.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Arithmetic:
         reference_formats.merged_decode
     )
     merged_stack: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] | None = None
+    few_rows_product: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor], None] | None = None
+    most_few_rows: int = 0
 
 
 PLAIN = Arithmetic(

@@ -1,15 +1,16 @@
 """A frozen matrix that is stored encoded and decoded only while a product runs.
 
 It is decoded into memory that all matrices of a device share, once for the forward product and once more for
-the input's gradient. Folded adapters' B are copied beside them there, so that base and adapters stay one product. An
-encoding that computes with its codes (FP8, see quantized_products) needs no such memory; its adapters are not folded,
-for the product would round B and H as it rounds its operands.
+the input's gradient. Folded adapters' B are copied beside them there, so that base and adapters stay one product. Where
+few rows are multiplied from the codes (see quantized_products), folded adapters are added after that product. An
+encoding that computes with its codes (FP8, see there) needs no such memory; its adapters are not folded, for the
+product would round B and H as it rounds its operands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -25,6 +26,7 @@ from engine.ops.quantized_products import (
     RowCodes,
     input_gradient,
     product,
+    product_of_few_rows,
     product_of_rows,
     quantized_rows,
 )
@@ -81,6 +83,10 @@ class BaseEncoding:
         """Returns one encoding for all frozen weights, by its name."""
         return cls(formats=lambda weight_name: name, arithmetic=arithmetic, operands=operands)
 
+    def row_invariant(self) -> BaseEncoding:
+        """Returns the same with products in which no row's bits depend on the number of rows."""
+        return replace(self, arithmetic=replace(self.arithmetic, few_rows_product=None, most_few_rows=0))
+
     def common(self, weight_names: Sequence[str]) -> Encoding | None:
         """Returns the encoding of weights that one product reads; None where it is not the same for all of them."""
         first, *others = {self.formats(name) for name in weight_names} or {None}
@@ -129,7 +135,14 @@ class EncodedWeight:
         """
         if isinstance(x, RowCodes):
             return product_of_rows(x, self.weight, self.dtype)
-        return product(x, self.weight, self._memory(low_rank, x.shape[1]), multiply)
+        weight, features = self.weight, self.weight.in_features
+        if not weight.multiplies_codes(x.shape[0]):
+            return product(x, weight, self._memory(low_rank, x.shape[1]), multiply)
+        y = product_of_few_rows(x[:, :features], weight)
+        if x.shape[1] > features:
+            assert low_rank is not None
+            low_rank.expand(y, x[:, features : features + low_rank.rank])
+        return y
 
     def input_gradient(
         self,

@@ -1,7 +1,9 @@
 """Products with frozen weights that are stored in fewer bytes: y = x W^T and dX = dY W. There is no dW.
 
 Most are decoded into a scratch of the compute dtype and multiplied by the vendor's product. The scratch may be [W | B],
-with adapters folded beside the weight: B is the caller's, W is written here.
+with adapters folded beside the weight: B is the caller's, W is written here. Few rows of x, as a pass of sampling has
+them, are multiplied from the codes where the backend can (`product_of_few_rows`): W goes through registers alone, and
+what adapters add is the caller's, folded or not, for there is no W that B could lie beside. Gradients decode.
 
 Weights in fp8 and fp8_row are multiplied as they are; x and dY are rounded to e4m3 first, scaled by row or as a whole
 as the weight is:
@@ -172,6 +174,12 @@ class QuantizedWeight:
         """Whether products take x as `RowCodes`, so that it may be quantised where it is made."""
         return self.encoding.name == "fp8_row"
 
+    def multiplies_codes(self, num_rows: int) -> bool:
+        """Returns whether x W^T of so many rows of x reads the codes, and W is decoded nowhere."""
+        arithmetic = self.encoding.arithmetic
+        few = self.encoding.format is not None and num_rows <= arithmetic.most_few_rows
+        return few and arithmetic.few_rows_product is not None
+
     def decode(self, out_OI: Tensor) -> Tensor:
         """Writes the weight into `out` [O, I], rows any distance apart, and returns it."""
         self.encoding.decode(self.parts, out_OI)
@@ -224,6 +232,20 @@ def product(
             q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True, out=y[:, first:last]
         )
         first = last
+    return y
+
+
+def product_of_few_rows(x_TI: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Computes x W^T, [T, O] in x's dtype, from the codes.
+
+    Args:
+        x_TI: rows any distance apart.
+        weight: one that `multiplies_codes` of so many rows.
+    """
+    encoding, y = weight.encoding, x_TI.new_empty(x_TI.shape[0], weight.out_features)
+    multiply = encoding.arithmetic.few_rows_product
+    assert encoding.format is not None and multiply is not None
+    multiply(encoding.format, weight.parts, x_TI, y)
     return y
 
 

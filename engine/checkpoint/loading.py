@@ -89,7 +89,8 @@ def load_encoded(
     holding: Holding,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Encodes stored weights one at a time: no more than one unencoded weight is in memory beside the codes.
+    """Encodes stored weights one at a time: no more than one unencoded weight is in memory beside the codes, or in
+    NVFP4 those of a linear's sections, which share a scale.
 
     Collective over the tensor-parallel ranks; ranks over which the codes are spread each read the whole of their shard.
 

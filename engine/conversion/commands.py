@@ -26,7 +26,7 @@ from engine.config.hub import instead_of, local_folder, looks_like_hub_name, nam
 from engine.config.resume_rules import flat_options
 from engine.config.run_files import CHECKPOINTS
 from engine.conversion.add_adapter import kept_summary, summary
-from engine.conversion.decoded_base import DecodedSource, encoded_names
+from engine.conversion.decoded_base import DecodedSource
 from engine.conversion.import_export import (
     DEFAULT_SHARD_BYTES,
     ConversionReport,
@@ -314,8 +314,7 @@ def _as_trained(
         f"note: merged into the base as {base_dtype} kept it, because that is the model that was trained; "
         "--stored-base takes the stored weights"
     )
-    names = encoded_names(weights.model.decoder, base_dtype, fully_trained(trained))
-    return DecodedSource(weights, base_dtype, names)
+    return DecodedSource(weights, base_dtype, fully_trained(trained))
 
 
 def _export_weights(

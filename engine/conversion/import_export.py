@@ -426,13 +426,13 @@ def _in_few_bits(
     pieces: list[Piece] = []
     ignored = {names.head}
     for order, (hf_name, members) in enumerate(_hf_parts(source, names).items()):
-        if low.holds(members):
+        if low.rounds(members):
             own = low.pieces(source, names, hf_name, members, order)
         else:
             own = [replace(_assembled(source, names, hf_name, members), order=order)]
-            if hf_name.endswith(".weight") and len(own[0].shape) > 1:
-                modules = (member.rpartition(".")[0] for member in members)
-                ignored.update(alias for module in modules for alias in names.aliases(module))
+        if not low.holds(members) and hf_name.endswith(".weight") and len(own[0].shape) > 1:
+            modules = (member.rpartition(".")[0] for member in members)
+            ignored.update(alias for module in modules for alias in names.aliases(module))
         parts[own[0].key] = members
         pieces.extend(own)
     pieces.extend(low.beside_pieces(len(parts)))

@@ -55,6 +55,11 @@ class Format:
         return 2 if self.name in ("nvfp4", "mxfp4", "int4") else 1
 
     @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a matrix has a scale of its blocks' scales."""
+        return self.name == "nvfp4"
+
+    @property
     def is_rowwise(self) -> bool:
         """Whether each row has one scale, in a vector."""
         return self.name in ("fp8_channel", "int8")
@@ -81,7 +86,7 @@ def part_shapes(of: Format, rows: int, columns: int) -> dict[str, tuple[tuple[in
         "codes": ((rows, -(-columns // of.codes_per_byte)), code),
         "scales": (scales, of.scale_dtype),
     }
-    if of.name == "nvfp4":
+    if of.has_tensor_scale:
         parts["tensor_scale"] = ((rows,), torch.float32)
     if of.has_zero_points:
         parts["zeros"] = ((rows, groups), torch.uint8)

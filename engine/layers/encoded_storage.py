@@ -7,7 +7,8 @@ parameters: nothing trains or initialises them, and no checkpoint writes them. W
 shard record names, read as it is stored, encoded and dropped, one at a time.
 
 A rank encodes its own cut of a tensor, with the bits that cutting the encoded whole would give: what the whole's scales
-are made from is gathered over the tensor-parallel ranks.
+are made from is gathered over the tensor-parallel ranks. Sections of one linear, of one expert where it has several's,
+share NVFP4's scale of scales, because servers that put them into one matrix keep one: they are read together.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
 from engine.ops.merged_weight import Factors, MergedRows, MergedWeight, merged_rows
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
-from engine.quantization.encoded_parts import WholeMatrix
+from engine.quantization.encoded_parts import WholeMatrix, largest_of
 from engine.quantization.encoding import Encoding, part_rows
 
 ALIGNMENT = 256
@@ -90,23 +91,18 @@ class EncodedEntry:
                 )
 
     @torch.no_grad()
-    def encode(self, weight: Tensor) -> None:
-        """Fills the parts. Collective over `tp` where the weight is cut.
+    def encode(self, weight: Tensor, whole: WholeMatrix | None = None) -> None:
+        """Fills the parts. Collective over `tp` where the weight is cut and `whole` is not given.
 
         Args:
             weight: [spec.local_shape], any float dtype.
+            whole: as `of_whole` gives it; None to find it.
 
         Raises:
             UserError: a number is not finite.
         """
-        rows, columns = self.spec.local_shape
-        together = max((rows // part.shape[0] for part in self.parts.values() if part.shape[0]), default=1)
-        height = max(1, ENCODED_AT_ONCE // columns // together) * together
-        try:
-            here = self.encoding.join([self.encoding.absmax(weight[run]) for run in _runs(0, rows, height)], 0)
-        except UserError as error:
-            raise UserError(f"{self.name}: {error}") from error
-        whole = self._whole(here)
+        columns, height = self.spec.local_shape[1], self._height
+        whole = self.of_whole(weight) if whole is None else whole
         for piece in self.spec.runs(0):
             ahead = piece.global_offset - piece.local_offset
             for run in _runs(piece.local_offset, piece.local_offset + piece.length, height):
@@ -120,6 +116,30 @@ class EncodedEntry:
         out = torch.empty(self.spec.local_shape, dtype=dtype, device=self.memory.device)
         self.encoding.decode(self.parts, out)
         return out
+
+    @torch.no_grad()
+    def of_whole(self, weight: Tensor) -> WholeMatrix:
+        """Returns what the scales of the whole matrix are made from. Collective over `tp` where the weight is cut.
+
+        Args:
+            weight: as of `encode`.
+
+        Raises:
+            UserError: a number is not finite.
+        """
+        rows, height = self.spec.local_shape[0], self._height
+        try:
+            here = self.encoding.join([self.encoding.absmax(weight[run]) for run in _runs(0, rows, height)], 0)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from error
+        return self._whole(here)
+
+    @property
+    def _height(self) -> int:
+        """Rows that are encoded at once."""
+        rows, columns = self.spec.local_shape
+        together = max((rows // part.shape[0] for part in self.parts.values() if part.shape[0]), default=1)
+        return max(1, ENCODED_AT_ONCE // columns // together) * together
 
     def _whole(self, here: Tensor) -> WholeMatrix:
         """Returns the whole matrix, from what this rank's cut of it adds to its scales."""
@@ -355,7 +375,7 @@ def fill_encoded(
     *,
     holding: Holding = lambda memory: nullcontext(),
 ) -> None:
-    """Encodes each weight as soon as it is read, and drops it before the next one.
+    """Encodes each weight, or those with one scale of scales, as soon as they are read, and drops them before the next.
 
     Collective over the tensor-parallel ranks, see `EncodedEntry.encode`.
 
@@ -364,7 +384,30 @@ def fill_encoded(
         read: gives a weight's numbers on this rank, [spec.local_shape].
         holding: see `Holding`.
     """
-    _fill(entries, lambda entry: entry.encode(read(entry)), holding)
+
+    def encode(linear: Sequence[EncodedEntry]) -> None:
+        for together in sharing_scales(linear):
+            _encode_together(together, [read(entry) for entry in together])
+
+    _fill(entries, encode, holding)
+
+
+def _encode_together(entries: Sequence[EncodedEntry], weights: Sequence[Tensor]) -> None:
+    """Encodes weights with one scale of scales for all of them, where their format has it."""
+    wholes = [entry.of_whole(weight) for entry, weight in zip(entries, weights, strict=True)]
+    largest = largest_of(*(whole.absmax for whole in wholes)) if len(wholes) > 1 else None
+    for entry, weight, whole in zip(entries, weights, wholes, strict=True):
+        entry.encode(weight, replace(whole, largest=largest))
+
+
+def sharing_scales(entries: Iterable[EncodedEntry]) -> list[list[EncodedEntry]]:
+    """Returns encoded weights by the scale of scales that they share; each alone where the format has none."""
+    found: dict[tuple[int, str], list[EncodedEntry]] = {}
+    for entry in entries:
+        module, format = entry.name.removesuffix(".weight"), entry.encoding.format
+        shares = format is not None and format.has_tensor_scale
+        found.setdefault((id(entry.memory), module.rpartition(".")[0] if shares else module), []).append(entry)
+    return list(found.values())
 
 
 def fill_stored(
@@ -376,12 +419,16 @@ def fill_stored(
         read: gives a weight's parts on this rank.
         holding: see `Holding`.
     """
-    _fill(entries, lambda entry: entry.fill(read(entry)), holding)
+
+    def copy(linear: Sequence[EncodedEntry]) -> None:
+        for entry in linear:
+            entry.fill(read(entry))
+
+    _fill(entries, copy, holding)
 
 
-def _fill(entries: Iterable[EncodedEntry], fill: Callable[[EncodedEntry], None], holding: Holding) -> None:
+def _fill(entries: Iterable[EncodedEntry], fill: Callable[[Sequence[EncodedEntry]], None], holding: Holding) -> None:
     for _, group in groupby(entries, key=lambda entry: id(entry.memory)):
         linear = list(group)
         with holding(linear[0].memory):
-            for entry in linear:
-                fill(entry)
+            fill(linear)

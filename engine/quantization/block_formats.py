@@ -17,7 +17,7 @@ from engine.errors import UserError
 from engine.kernels import reference_formats
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.formats import Format, part_shapes
-from engine.quantization.encoded_parts import WholeMatrix, bounds, require_finite
+from engine.quantization.encoded_parts import WholeMatrix, bounds, largest_of, require_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class BlockEncoding:
         first_block = self._whole_block(whole.first_column) // of.group if of.group else 0
         self._whole_granule(whole.first_row)
         scales: dict[str, Tensor] = {}
-        if of.name == "nvfp4":
-            largest = whole.absmax.amax() if whole.absmax.numel() else whole.absmax.new_zeros(())
+        if of.has_tensor_scale:
+            largest = largest_of(whole.absmax) if whole.largest is None else whole.largest
             scales["tensor_scale"] = reference_formats.tensor_scale(of, largest).repeat(rows)
         shape = part_shapes(of, rows, columns)["scales"][0]
         maxima = self._block_maxima(whole, rows)

@@ -17,11 +17,20 @@ class WholeMatrix:
     Args:
         absmax: fp32 [all rows, n], `Encoding.absmax` of the whole matrix.
         first_row, first_column: where the shard begins in it.
+        largest: fp32 [], the largest magnitude of all matrices that have one scale of their scales; None where it has
+            its own.
     """
 
     absmax: Tensor
     first_row: int = 0
     first_column: int = 0
+    largest: Tensor | None = None
+
+
+def largest_of(*absmax: Tensor) -> Tensor:
+    """Returns the largest magnitude of matrices, fp32 [], from their maxima [rows, n]; 0 where they have no numbers."""
+    each = [one.amax() if one.numel() else one.new_zeros(()) for one in absmax]
+    return torch.stack(each).amax()
 
 
 def require_finite(absmax: Tensor, encoding: str) -> None:

@@ -103,7 +103,11 @@ def check_base(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
     )
     if found := {entry.encoding.name for entry in encoded_entries(model)}:
-        if plan.merge_aware and not merged_names(model):
+        merged = merged_names(model)
+        if config.model.base_dtype == STORED and merged:
+            assert weights is not None
+            _require_own_blocks(merged, weights)
+        if plan.merge_aware and not merged:
             raise UserError(
                 f"lora.merge_aware is true and model.base_dtype is {config.model.base_dtype}, but no linear that is to "
                 "have an adapter is stored encoded: change lora.targets, or set lora.merge_aware to false."
@@ -140,6 +144,28 @@ def _require_formats(weights: WeightSource) -> None:
         )
     if not has_formats(weights):
         raise UserError(f"model.base_dtype is stored, but {weights.label} has no weights in few bits: {others}")
+
+
+def _require_own_blocks(merged: Iterable[str], weights: WeightSource) -> None:
+    """Refuses adapters that are to be merged into weights of which some numbers share a scale with another linear's.
+
+    Raises:
+        UserError: a block of rows of a stored matrix has rows of two linears.
+    """
+    stored = {name: weights.model.names.to_hf(name) for name in weights.tensor_names()}
+    kinds = {name: weights.format(name) for name in stored}
+    shared = {
+        stored[name].name
+        for name, kind in kinds.items()
+        if kind is not None and kind.rows > 1 and stored[name].row_offset % kind.rows
+    }
+    for name in merged:
+        if stored[name].name in shared:
+            raise UserError(
+                f"lora.merge_aware is true and {_module(name)} lies in {stored[name].name}, which has one scale for "
+                "blocks of rows of which one has rows of two linears, so that neither can be rounded by itself: set "
+                "lora.merge_aware to false."
+            )
 
 
 def fill_base(

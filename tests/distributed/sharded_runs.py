@@ -60,6 +60,7 @@ from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
 from engine.vision.towers.siglip import SiglipConfig
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
+from tests.support.shared_scales import encoded_whole
 from tests.support.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_images
 
 CPU = torch.device("cpu")
@@ -351,13 +352,14 @@ class Layout:
     balance: float = 0.0
     compiled: bool = False
 
-    def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The whole tensor that a parameter starts with."""
-        whole = whole_tensor(name, shape)
+    def value(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+        """The whole tensor that a parameter starts with, of all whose shapes are given."""
+        whole = whole_tensor(name, shapes[name])
         if self.rounded is None or not name.endswith("_proj.weight") or re.fullmatch(self.plain, name):
             return whole
         decoded = torch.empty_like(whole)
-        encoding(self.rounded).decode(encoding(self.rounded).encode(whole), decoded)
+        codec = encoding(self.rounded)
+        codec.decode(encoded_whole(codec, name, shapes, whole_tensor), decoded)
         return decoded
 
 
@@ -459,7 +461,8 @@ class Run:
     def _fill_weights(self) -> None:
         """Weights and masters by their names."""
         frozen = [shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)]
-        _fill(frozen, self.layout.value)
+        shapes = {entry.name: entry.spec.global_shape for entry in self.entries}
+        _fill(frozen, lambda name, shape: self.layout.value(name, shapes))
         _fill(self.flat.master_shards(), whole_tensor)
         self.encoded = [entry for model in self.stages.models() for entry in encoded_entries(model)]
         fill_encoded(

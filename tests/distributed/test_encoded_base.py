@@ -24,6 +24,7 @@ from engine.optim.state_sharding import ShardLevel
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import relative_error, whole_tensor
 from tests.distributed.sharded_runs import BLOCKS, Layout, Run, assemble
+from tests.support.shared_scales import encoded_whole
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
@@ -202,10 +203,10 @@ def test_ranks_encode_as_the_whole(name: str, base: str) -> None:
     """Encoding a cut gives the bits of cutting what the whole weight is encoded as."""
     codec, seen = encoding(base), 0
     for rank in _found(name, base):
+        shapes = {one: _whole_shape(one.removesuffix(".weight").rpartition(".")[2]) for one, *_ in rank.parts}
         for weight, rows, columns, parts in rank.parts:
-            layer, _, leaf = weight.removesuffix(".weight").rpartition(".")
-            assert layer.startswith("layers.")
-            expected = codec.cut(codec.encode(whole_tensor(weight, _whole_shape(leaf))), rows, columns)
+            assert weight.startswith("layers.")
+            expected = codec.cut(encoded_whole(codec, weight, shapes, whole_tensor), rows, columns)
             for part, tensor in parts.items():
                 assert torch.equal(tensor.view(torch.uint8), expected[part].contiguous().view(torch.uint8)), weight
             seen += 1

@@ -22,6 +22,7 @@ from engine.quantization.encoding import encoding
 from tests.distributed.cases import Case, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.sharded_runs import EVEN, EVERY_EXPERT, Layout, Run, assemble
+from tests.support.shared_scales import encoded_whole
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
@@ -139,10 +140,11 @@ def test_ranks_encode_as_the_whole(name: str, base: str) -> None:
     """Each row of scales is that of the block, of 128 rows of the whole matrix in FP8 blocks, that it lies in."""
     seen = 0
     for rank in _found(name, base):
+        shapes = {weight: spec.global_shape for weight, spec, _ in rank.parts}
         for weight, spec, parts in rank.parts:
             rows, columns = (spec.runs(dim)[0] for dim in (0, 1))
             codec = encoding(base).stacked([rows.global_offset, rows.length])
-            whole = codec.encode(whole_tensor(weight, spec.global_shape))
+            whole = encoded_whole(codec, weight, shapes, whole_tensor)
             there = slice(rows.global_offset, rows.global_offset + rows.length)
             expected = codec.cut(whole, there, slice(columns.global_offset, columns.global_offset + columns.length))
             for part, tensor in parts.items():

@@ -18,7 +18,7 @@ from engine.checkpoint import model_weights as source_module
 from engine.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import TrainingCheckpoint, open_run
-from engine.conversion.decoded_base import DecodedSource, encoded_names
+from engine.conversion.decoded_base import DecodedSource
 from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.conversion.live_logits import live_logits, proof_tokens
 from engine.conversion.merged_model import MergedSource
@@ -84,7 +84,7 @@ def _export(folder: Path) -> Values:
 
 def _merge(folder: Path, *, decoded: bool) -> Values:
     base, run = open_source(folder), open_run(folder.parent / "run")
-    seen = DecodedSource(base, "nf4", encoded_names(base.model.decoder, "nf4", [])) if decoded else base
+    seen = DecodedSource(base, "nf4") if decoded else base
     merged = MergedSource(base.model, seen, run.trained(), scale=5.0 / RANK)
     return _written(lambda out: export_hf(merged, out, work=Work(overwrite=True)), folder)
 

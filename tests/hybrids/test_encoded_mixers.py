@@ -27,6 +27,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import Case, whole_tensor
 from tests.distributed.sharded_runs import Layout, Run
+from tests.support.shared_scales import encoded_whole
 from tests.support.spawning import spawn
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
@@ -84,10 +85,14 @@ def _wrong(model: str, base: str, mesh: Mesh) -> tuple[list[str], int]:
     case = Case(config=MODELS[model], trained=r".*norm", adapters="")
     run = Run(Layout(case=case, grid=mesh.grid, layers=(2,), base=base), mesh, "none")
     wrong, several = [], 0
-    for entry in encoded_entries(run.stages.models()[0]):
+    entries = list(encoded_entries(run.stages.models()[0]))
+    shapes = {entry.name: entry.spec.global_shape for entry in entries}
+    for entry in entries:
+        module = entry.name.split(".")[:-2]  # or the expert
+        together = [one.name for one in entries if one.memory is entry.memory and one.name.split(".")[:-2] == module]
         rows, columns = entry.spec.global_shape
         whole = torch.empty(rows, columns)
-        codec.decode(codec.encode(whole_tensor(entry.name, (rows, columns))), whole)
+        codec.decode(encoded_whole(codec, entry.name, shapes, whole_tensor, together), whole)
         several += len(entry.spec.runs(0)) > 1
         if not torch.equal(entry.decoded(torch.float32), shard_of(whole, entry.spec)):
             wrong.append(entry.name)

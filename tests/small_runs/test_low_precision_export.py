@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from engine.api import export as run_export
 from engine.api import load_model
@@ -28,19 +29,25 @@ TEXTS = [{"text": text} for text in ("abab baba abba", "cab bac abc", "aa bb cc"
 PAIRS = [("abab ", "baba"), ("cab ", "bac abc")]
 
 
-def make_base(run: SmallRuns, dtype: ExportDType | None, method: QuantMethod | None = None) -> None:
-    """Gives the workplace a model whose linears have whole groups, in 16 bits or few."""
+def make_base(
+    run: SmallRuns,
+    dtype: ExportDType | None,
+    method: QuantMethod | None = None,
+    model: Callable[..., PreTrainedModel] = lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes)),
+    **more: Any,
+) -> None:
+    """Gives the workplace a model whose linears have whole groups, in 16 bits or few; `more` changes its sizes."""
     folder, kept = run.place.model, run.place.folder / "kept"
     kept.mkdir()
     shutil.copy(folder / "tokenizer.model", kept)
     shutil.rmtree(folder)
     torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=VOCABULARY, max_position_embeddings=64,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **more,
+    }  # fmt: skip
     plain = folder if dtype is None else run.place.folder / "plain"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
+    model(**sizes).to(torch.bfloat16).save_pretrained(plain)
     if dtype is not None:
         source = open_source(plain)
         export_hf(source, folder, low=low_precision(source, dtype, method))
@@ -96,6 +103,52 @@ def test_a_merge_aware_run_is_written_as_it_was_trained(
         assert not torch.equal(as_bytes[0][0], as_bytes[1][0]) and torch.equal(as_bytes[0][1], as_bytes[1][1])
         configs = [json.loads((folder / "config.json").read_text()) for folder in (run.place.model, out)]
         assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def phi3(**sizes: Any) -> Phi3ForCausalLM:
+    """A model whose queries, keys and values, and gate and up, are one matrix each."""
+    return Phi3ForCausalLM(Phi3Config(pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "sizes", "left"),
+    [
+        ("int4", {"head_dim": 24}, ["o_proj"]), ("nvfp4", {"intermediate_size": 168}, ["down_proj"]),
+        ("mxfp4", {"intermediate_size": 144}, ["down_proj"]), ("mxfp8", {"intermediate_size": 144}, ["down_proj"]),
+        ("fp8_block", {"head_dim": 24}, []),
+        ("fp8_block", {"model": phi3, "hidden_size": 192}, ["qkv_proj"]),
+        ("nvfp4", {"model": phi3}, []),
+    ],
+)  # fmt: skip
+def test_what_no_reader_takes_as_codes_is_written_as_its_numbers(
+    run: SmallRuns, base_dtype: str, sizes: dict[str, Any], left: list[str]
+) -> None:
+    """Those that training computed with, beside codes of the other linears."""
+    make_base(run, None, **sizes)
+    run(model__base_dtype=base_dtype, lora__merge_aware="true", model__dtype="bfloat16")
+    printed = export(run).printed
+    assert "codes are those that training computed with" in printed
+    assert ("rounded as in training and stored as numbers" in printed) == bool(left), printed
+    assert "logits not compared" in printed or "checked with transformers" in printed
+    out = run.place.folder / "out"
+    trained = scores(adapter=run.folder, base_dtype=base_dtype, dtype="bfloat16")
+    for read in ("stored", None):
+        assert scores(model=out, base_dtype=read, dtype="bfloat16") == trained
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    tensors = load_folder(out)
+    for leaf in left:
+        assert any(leaf in module for module in ignored)
+        assert tensors[next(name for name in tensors if name.endswith(f"{leaf}.weight"))].dtype == torch.bfloat16
+
+
+def test_an_ordinary_run_keeps_what_does_not_fit_unrounded(run: SmallRuns) -> None:
+    make_base(run, None, head_dim=24)
+    run(model__base_dtype="int4")
+    printed = export(run, "--dtype", "int4").printed
+    assert "2 linears left as they are and stored as numbers" in printed and "checked with transformers" in printed
+    report = json.loads((run.place.folder / "out" / "merge_report.json").read_text())["tensors"]
+    assert report["layers.0.attention.o_proj.weight"]["relative_error"] < 5e-3  # of 16 bits
+    assert report["layers.0.attention.q_proj.weight"]["relative_error"] > 2e-2  # of 4
 
 
 def test_an_ordinary_runs_change_is_counted(run: SmallRuns) -> None:

@@ -23,6 +23,7 @@ from engine.ops.inputs import GivenInput
 from engine.quantization.encoding import ENCODING_NAMES, encoding
 from engine.training.base_encoding import base_sentence
 from tests.distributed.cases import small_config, whole_tensor
+from tests.support.shared_scales import encoded_whole
 from tests.unit.test_ops_routing import _context
 
 RULE = RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True)
@@ -47,11 +48,12 @@ def _computed(
     for linear in (mlp.gate_up, mlp.down):
         if linear.operands.encoded is not None:
             linear.operands.encoded.announce(together=not loops)  # as on a GPU, where nothing loops
+    shapes = {entry.name: entry.spec.global_shape for entry in shard_entries(mlp)}
     for entry in shard_entries(mlp):
         value = whole_tensor(entry.name, entry.spec.global_shape)
         if entry.name.endswith("_proj.weight"):
             codec = encoding(rounded)
-            codec.decode(codec.encode(value), value)
+            codec.decode(encoded_whole(codec, entry.name, shapes, whole_tensor), value)
         entry.parameter.data.copy_(value)
     fill_encoded(encoded_entries(mlp), lambda entry: whole_tensor(entry.name, entry.spec.global_shape))
     entries = list(encoded_entries(mlp))

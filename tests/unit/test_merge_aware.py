@@ -3,15 +3,18 @@ torch, whose numbers compressed-tensors quantises and dequantises."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from engine.batch import Batch
+from engine.checkpoint.model_weights import open_source
 from engine.choices import RECOMPUTE_LEVELS
 from engine.config.lora import LoraOptions
 from engine.config.model import ModelOptions
@@ -30,6 +33,8 @@ from engine.training.base_encoding import check_base, merge_sentence
 from tests.distributed.cases import SCALE, Case, cut, make_batch, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import BLOCK, EVERY_LINEAR, FUSED
 from tests.distributed.plain_decoder import PlainDecoder
+from tests.support.few_bits import CONFIGS, in_few_bits
+from tests.support.shared_scales import encoded_whole
 
 CPU = torch.device("cpu")
 CONFIG = small_config(num_layers=1, hidden=128, intermediate=256, head_dim=16)
@@ -88,9 +93,9 @@ def _scales(base: str, parts: dict[str, Tensor]) -> Tensor:
 class Rounded:
     """Q of one weight, by compressed-tensors."""
 
-    def __init__(self, base: str, weight: Tensor) -> None:
-        self.base, codec = base, encoding(base)
-        parts = codec.encode(weight)
+    def __init__(self, base: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.base, codec, weight = base, encoding(base), value_of(name, shapes[name])
+        parts = encoded_whole(codec, name, shapes, value_of)
         self.scales, self.stored = _scales(base, parts), torch.empty_like(weight)
         codec.decode(parts, self.stored)
         self.changed = 0.0
@@ -162,10 +167,8 @@ def test_losses_and_gradients_are_those_of_straight_through_rounding(base: str, 
     case = replace(CASE, **FUSED) if fused else CASE
     model = _model(case, base)
     whole = _parameters(model)
-    rounded = {
-        entry.name.removesuffix(".weight"): Rounded(base, value_of(entry.name, entry.spec.global_shape))
-        for entry in encoded_entries(model)
-    }
+    shapes = {entry.name: entry.spec.global_shape for entry in encoded_entries(model)}
+    rounded = {name.removesuffix(".weight"): Rounded(base, name, shapes) for name in shapes}
     plain = _StraightThrough(config=CONFIG, parameters=whole, scale=SCALE, dropout=0.0, seed=11, rounded=rounded)
     expected = plain.token_losses(_batch(), 3)
     expected.sum().backward()
@@ -257,6 +260,26 @@ def test_a_run_none_of_whose_adapters_can_be_merged_is_refused() -> None:
 
     assert "no linear that is to have an adapter is stored encoded" in _refusal(lambda: check("lm_head|embed_tokens"))
     check("lm_head|.*up_proj")
+
+
+def test_blocks_with_rows_of_two_linears_are_refused(tmp_path: Path) -> None:
+    """Of a checkpoint in few bits that has queries, keys and values in one matrix, 192 rows each."""
+    config = Phi3Config(
+        hidden_size=192, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(tmp_path / "plain")
+    in_few_bits(tmp_path / "plain", tmp_path, CONFIGS["fp8_block"])
+    weights = open_source(tmp_path / "hf")
+    options = RunConfig(model=ModelOptions(path="x", base_dtype="stored"), lora=LoraOptions(merge_aware=True))
+
+    def check(targets: str) -> tuple[str, ...]:
+        plan = replace(CASE, config=weights.model.decoder, adapters=targets).plan()
+        return check_base(options, weights.model.decoder, plan, weights)
+
+    message = _refusal(lambda: check(EVERY_LINEAR))
+    assert "layers.0.attention.q_proj lies in model.layers.0.self_attn.qkv_proj.weight, which has one scale" in message
+    assert check(r".*(o|gate|up|down)_proj") == ("fp8_block",)
 
 
 def test_the_log_says_how_many_linears_and_which_adapters_are_left() -> None:

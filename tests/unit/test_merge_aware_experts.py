@@ -85,7 +85,8 @@ def _expected(base: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor
         own, common = f"{PREFIX}.experts.{expert}.{leaf}", f"{PREFIX}.experts.{leaf}"
         a, b = (trained.get(f"{own}.lora_{one}", trained.get(f"{common}.lora_{one}")) for one in "AB")
         assert a is not None and b is not None
-        rounded = Rounded(base, value_of(f"{own}.weight", SHAPES[leaf]))
+        weights = {f"{PREFIX}.experts.{expert}.{one}.weight": shape for one, shape in SHAPES.items()}
+        rounded = Rounded(base, f"{own}.weight", weights)
         return x @ rounded.straight_through(a, b, SCALE).T + trained[f"{own}.bias"]
 
     weights, chosen = softmax(x @ trained[f"{PREFIX}.router.weight"].T, -1).topk(RULE.per_token)

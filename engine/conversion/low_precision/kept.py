@@ -8,8 +8,9 @@ Legend: O rows, I columns, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Protocol
 
 import torch
@@ -20,11 +21,11 @@ from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.add_adapter import LowRank, Rounding, Shift, StackedLowRank
+from engine.conversion.decoded_base import DecodedSource
 from engine.conversion.low_precision.matrices import Coded, Coder, Matrix, Member, Parts
 from engine.errors import UserError
-from engine.kernels.formats import Format
+from engine.kernels.formats import FORMATS, Format
 from engine.kernels.reference_formats import block_decode, merge, requantise, row_chunks, rows_of
-from engine.quantization.encoding import encoding
 
 Update = LowRank | StackedLowRank | Shift | None
 """An adapter's change of a weight."""
@@ -59,24 +60,15 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class EncodedParts:
-    """Those of a checkpoint in 16 bits that a run encoded as it read it.
+    """Those of a checkpoint in 16 bits that a run encoded as it read it."""
 
-    Args:
-        base: the checkpoint.
-        kind: what it was encoded in.
-        names: of the encoded weights.
-    """
-
-    base: WeightSource
-    kind: Format
-    names: frozenset[str]
+    base: DecodedSource
 
     def format(self, name: str) -> Format | None:
-        return self.kind if name in self.names else None
+        return FORMATS[self.base.base_dtype] if name in self.base.encoded else None
 
     def parts(self, name: str, granule: int) -> Parts:
-        of = "int8" if self.kind.name == "int8" else replace(self.kind, granule=granule)
-        return encoding(of).encode(self.base.read_whole(name))
+        return self.base.parts(name, granule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,23 +80,26 @@ class KeptCoder(Coder):
         updates: what adapters add to them.
         trained: names of the weights that were trained in full.
         factors: dtype of the factors that training computed with; None to add those that are stored, in fp32.
+        decoded: names of the weights of which the numbers are written, whose blocks may end anywhere.
     """
 
     base: BaseParts
     updates: Updates
     trained: frozenset[str] = frozenset()
     factors: torch.dtype | None = None
+    decoded: Collection[str] = ()
 
     def format(self, matrix: Matrix) -> Format:
         found = {self.base.format(member.name) for member in matrix.members}
         kind = next(iter(found))
         assert kind is not None and len(found) == 1, (matrix.module, found)
-        if kind.rows > 1 and any(member.first % kind.rows for member in matrix.members):
+        granule = gcd(kind.granule, *(member.first for member in matrix.members))
+        if granule != kind.granule and not all(member.name in self.decoded for member in matrix.members):
             raise UserError(
                 f"{matrix.module} has several linears in its rows, and one of its blocks of {kind.rows} rows belongs "
-                "to two of them: leave --dtype out."
+                "to two of them: leave --dtype out, or --fused where it is given."
             )
-        return kind
+        return replace(kind, granule=granule)
 
     def code(self, matrix: Matrix, scratch: Scratch) -> Coded:
         kind, parts, has_values = self.format(matrix), self.empty(matrix), False

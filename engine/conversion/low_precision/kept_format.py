@@ -22,15 +22,11 @@ from engine.conversion.low_precision.spellings import (
 from engine.conversion.merged_model import MergedSource
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.kernels.formats import FORMATS
+from engine.kernels.formats import FORMATS, Format
 from engine.quantization.shipped.config import KEY
 from engine.quantization.shipped.spelling import Spelling
 from engine.sentences import listed
-
-_OWN_SCALES = (
-    "each linear has an NVFP4 scale of scales of its own, as this run encoded it, and servers that put query, key and "
-    "value, or gate and up, into one matrix keep one: compare their losses with those here"
-)
+from engine.telemetry.format import counted
 
 
 def stored_format(source: WeightSource, factors: torch.dtype | None) -> LowPrecision:
@@ -91,27 +87,41 @@ def encoded_format(source: MergedSource, dtype: ExportDType, factors: torch.dtyp
         return modelopt_config(ignored) if dtype == "nvfp4" else quantization_config(dtype, COMPRESSED_TENSORS, ignored)
 
     spelling = spelling_in(config(()))
-    group = FORMATS[dtype].group if dtype not in ("fp8_block", "int8") else 1
-    names = frozenset(
-        name for name in linears_of(source) if name in decoded.encoded and source.shape(name)[1] % group == 0
-    )
-    if left := sorted(decoded.encoded - names):
-        raise UserError(
-            f"{left[0]} has {source.shape(left[0])[1]} columns, of which {dtype} has a last group that is not whole, "
-            f"and no reader knows such groups: {'leave --dtype out' if factors is None else 'choose another --dtype'}."
-        )
+    linears, left = linears_of(source), _unreadable(decoded, FORMATS[dtype])
+    names = frozenset(name for name in decoded.encoded if name in linears and name not in left)
+    numbers = decoded.encoded - names if factors is not None else frozenset()
+    coder = KeptCoder(base=EncodedParts(decoded), updates=updates, trained=trained, factors=factors, decoded=numbers)
     return LowPrecision(
         dtype=dtype,
         method="modelopt" if dtype == "nvfp4" else COMPRESSED_TENSORS,
         spelling=lambda name: spelling if name in names else None,
-        coder=KeptCoder(
-            base=EncodedParts(decoded.base, FORMATS[dtype], names), updates=updates, trained=trained, factors=factors
-        ),
+        coder=coder,
         config=config,
-        notes=(_OWN_SCALES,) if dtype == "nvfp4" else (),
+        notes=(_left_sentence(left, "rounded as in training" if numbers else "left as they are"),) if left else (),
         identity={"dtype": dtype, "kept": True, "factors": str(factors)},
         keeps=True,
         is_trained=factors is not None,
+        decoded=numbers,
+    )
+
+
+def _unreadable(decoded: DecodedSource, kind: Format) -> list[str]:
+    """Returns the encoded weights that no reader takes as codes: those whose last group is not whole, and those in a
+    matrix of the checkpoint of which a block of rows has rows of two linears."""
+    names = decoded.model.names
+    inside = {
+        names.to_hf(name).name for name in decoded.encoded if kind.rows > 1 and names.to_hf(name).row_offset % kind.rows
+    }
+    group = kind.group if kind.rows == 1 and kind.group else 1
+    return sorted(
+        name for name in decoded.encoded if decoded.shape(name)[1] % group or names.to_hf(name).name in inside
+    )
+
+
+def _left_sentence(names: Sequence[str], how: str) -> str:
+    return (
+        f"{counted(len(names), 'linear')} {how} and stored as numbers, since readers know no blocks that end within a "
+        f"row or have rows of two linears: {listed(name.removesuffix('.weight') for name in names)}"
     )
 
 

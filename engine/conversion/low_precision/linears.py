@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.checkpoint.copying.contents import Concatenated, Content, MemoryBytes
@@ -18,7 +20,16 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import STORED, ExportDType, QuantMethod
 from engine.conversion.decoded_base import encoded_names
-from engine.conversion.low_precision.matrices import Coder, Latest, Matrix, Member, PackedContent, PackedMatrix
+from engine.conversion.low_precision.matrices import (
+    Coder,
+    Latest,
+    Matrix,
+    Member,
+    PackedContent,
+    PackedMatrix,
+    Parts,
+    Store,
+)
 from engine.conversion.low_precision.scales import ScaleCoder
 from engine.conversion.low_precision.shared_scales import SharedScales
 from engine.conversion.low_precision.spellings import (
@@ -30,6 +41,8 @@ from engine.conversion.low_precision.spellings import (
 )
 from engine.conversion.merged_model import MergedSource
 from engine.errors import UserError
+from engine.kernels.formats import Format
+from engine.kernels.reference_formats import block_decode
 from engine.models.families import family_of
 from engine.models.names import NameMap
 from engine.quantization.shipped.config import KEY, without_encoding
@@ -55,6 +68,7 @@ class LowPrecision:
         nested: config.json has what it says of the weights in the language model's part.
         beside: further tensors of the base that readers of the format look for, by name.
         outside: names of tensors that are not the language model's and that `beside` has as they are stored.
+        decoded: names of weights that are rounded too, of which the numbers are written because no reader takes codes.
     """
 
     dtype: ExportDType
@@ -69,6 +83,7 @@ class LowPrecision:
     nested: bool = False
     beside: Mapping[str, Tensor] = field(default_factory=dict)
     outside: frozenset[str] = frozenset()
+    decoded: frozenset[str] = frozenset()
     _latest: Latest = field(default_factory=Latest)
 
     @property
@@ -80,26 +95,26 @@ class LowPrecision:
         """Returns whether a tensor of the checkpoint, of these logical ones, is stored in few bits."""
         return all(self.spelling(name) is not None for name in names)
 
+    def rounds(self, names: Sequence[str]) -> bool:
+        """Returns whether a tensor of the checkpoint, of these logical ones, is rounded, whatever is stored of it."""
+        return self.holds(names) or all(name in self.decoded for name in names)
+
     def pieces(
         self, source: WeightSource, places: NameMap, hf_name: str, names: Sequence[str], order: int
     ) -> list[Piece]:
         """Returns the tensors to write in place of one that consists of these logical ones."""
         spelling = self.spelling(names[0])
-        assert spelling is not None, hf_name
-        module = hf_name.removesuffix(spelling.weight)
+        module = hf_name.removesuffix(".weight" if spelling is None else spelling.weight)
         experts: dict[int, list[str]] = {}
         for name in names:
             place = places.to_hf(name).expert
             experts.setdefault(-1 if place is None else place.expert, []).append(name)
-        matrices = [
-            PackedMatrix(
-                matrix=matrix_of(source, module, own, places),
-                coder=self.coder,
-                spelling=spelling,
-                latest=self._latest,
-            )
-            for own in experts.values()
-        ]
+        matrices = []
+        for own in experts.values():
+            matrix = matrix_of(source, module, own, places)
+            store: Store = partial(stored_numbers, self.coder.format(matrix), source.dtype(own[0]))
+            store = store if spelling is None else spelling.store
+            matrices.append(PackedMatrix(matrix=matrix, coder=self.coder, store=store, latest=self._latest))
         found = []
         for place, (ending, (shape, dtype)) in enumerate(matrices[0].declared().items()):
             contents: list[Content] = [PackedContent(one, ending, reports=place == 0) for one in matrices]
@@ -137,6 +152,14 @@ class LowPrecision:
         """
         plain, found = without_encoding(config), {KEY: dict(self.config(ignored))}
         return {**plain, "text_config": {**plain["text_config"], **found}} if self.nested else {**plain, **found}
+
+
+def stored_numbers(kind: Format, dtype: torch.dtype, parts: Parts, columns: int) -> Parts:
+    """Returns the tensor of the numbers that the parts of a matrix stand for, by the ending of its name."""
+    out = torch.empty(parts["codes"].shape[0], columns, dtype=dtype, device=parts["codes"].device)
+    if not out.is_meta:
+        block_decode(kind, parts, out)
+    return {".weight": out}
 
 
 def matrix_of(source: WeightSource, module: str, names: Sequence[str], places: NameMap | None = None) -> Matrix:
@@ -192,7 +215,8 @@ def low_precision(source: WeightSource, dtype: ExportDType, method: QuantMethod 
     spelling = spelling_of(dtype, method)
     # readers have no groups that end within a matrix; blocks of rows and columns are cut at its edges
     group = 1 if dtype == "fp8_block" else spelling.group or 1
-    linears = linears_of(source)
+    sharing = linears_of(source)
+    linears = sorted(sharing)
     packed = frozenset(name for name in linears if source.shape(name)[1] % group == 0)
     if not packed:
         raise UserError(
@@ -212,7 +236,7 @@ def low_precision(source: WeightSource, dtype: ExportDType, method: QuantMethod 
         )
     if rounds_inputs(dtype):
         notes.append("servers round the inputs of these linears to 8 bits too, which losses here do not show")
-    shared = SharedScales(lambda name: matrix_of(source, name, [name]), packed) if dtype == "nvfp4" else None
+    shared = SharedScales(lambda name: matrix_of(source, name, [name]), sharing) if dtype == "nvfp4" else None
     return LowPrecision(
         dtype=dtype,
         method=method,
@@ -224,10 +248,10 @@ def low_precision(source: WeightSource, dtype: ExportDType, method: QuantMethod 
     )
 
 
-def linears_of(source: WeightSource) -> list[str]:
-    """Returns the names of the weights that exports round."""
-    found = sorted(encoded_names(source.model.decoder, "int8", ()))
-    return [name for name in found if name.startswith("layers.")]
+def linears_of(source: WeightSource) -> dict[str, tuple[str, ...]]:
+    """Returns the weights that exports round: name -> those that have one scale of scales with it."""
+    found = encoded_names(source.model.decoder, "nvfp4")
+    return {name: group for name, group in found.items() if name.startswith("layers.")}
 
 
 def check_family(source: WeightSource, dtype: ExportDType) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from engine.checkpoint.rows import Rows
 from engine.conversion.add_adapter import ROUNDING, Rounding
 from engine.errors import UserError
 from engine.kernels.formats import Format, part_shapes
-from engine.quantization.shipped.spelling import Spelling
 
 _READ_BYTES = 1 << 20
 """Bytes of the stored weight that are read at a time."""
@@ -31,6 +30,7 @@ HEIGHT = 128
 """Blocks of rows are multiples of it, which no format's scales divide."""
 
 Parts = dict[str, Tensor]
+Store = Callable[[Parts, int], Parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,18 +158,18 @@ class PackedMatrix:
     Args:
         matrix: its numbers.
         coder: makes its parts.
-        spelling: of its tensors.
+        store: the parts and the columns of a matrix -> its tensors by the ending of their names, the codes first.
         latest: shared by the matrices of an export.
     """
 
     matrix: Matrix
     coder: Coder
-    spelling: Spelling
+    store: Store
     latest: Latest
 
     def declared(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns ending of a name -> shape and dtype of each of its tensors, the codes first."""
-        stored = self.spelling.store(self.coder.empty(self.matrix, "meta"), self.matrix.columns)
+        """Returns ending of a name -> shape and dtype of each of its tensors."""
+        stored = self.store(self.coder.empty(self.matrix, "meta"), self.matrix.columns)
         return {ending: (tuple(tensor.shape), tensor.dtype) for ending, tensor in stored.items()}
 
     def written(self, scratch: Scratch) -> _Written:
@@ -186,7 +186,7 @@ class PackedMatrix:
             raise UserError(f"{self.matrix.module}: {error}") from error
         norms = {member.name: member.update_norm for member in self.matrix.members}
         facts = {f"{ROUNDING}/{name}": one.to_json(norms[name]) for name, one in coded.roundings.items()}
-        tensors = self.spelling.store(coded.parts, self.matrix.columns)
+        tensors = self.store(coded.parts, self.matrix.columns)
         return _Written(tensors, {**facts, "finite": True, "zero": not coded.has_values})
 
 

@@ -7,7 +7,7 @@ such scale of it: so the linears get the same one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,19 +15,6 @@ from torch import Tensor
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.conversion.low_precision.matrices import Matrix
 from engine.errors import UserError
-from engine.models.names import FUSED, fused_parts
-
-_FUSED_LEAF = {part.rpartition(".")[2]: fused.rpartition(".")[2] for fused, parts in FUSED.items() for part in parts}
-"""Linear -> the one that servers make of it and others on the same input."""
-
-
-def fused_by_servers(name: str, packed: Collection[str]) -> tuple[str, ...]:
-    """Returns the weights among `packed` that servers put into one matrix with `name`, itself among them."""
-    module = name.rpartition(".")[0]
-    parent, _, leaf = module.rpartition(".")
-    parts = fused_parts(f"{parent}.{_FUSED_LEAF[leaf]}") if leaf in _FUSED_LEAF else [module]
-    found = tuple(weight for part in parts if (weight := f"{part}.weight") in packed)
-    return found if name in found else (name,)
 
 
 class SharedScales:
@@ -35,11 +22,11 @@ class SharedScales:
 
     Args:
         matrix: gives the rows of a weight by its logical name.
-        packed: the weights that are rounded.
+        sharing: name of a weight -> those of all that have one scale with it.
     """
 
-    def __init__(self, matrix: Callable[[str], Matrix], packed: Collection[str]) -> None:
-        self._matrix, self._packed = matrix, packed
+    def __init__(self, matrix: Callable[[str], Matrix], sharing: Mapping[str, Sequence[str]]) -> None:
+        self._matrix, self._sharing = matrix, sharing
         self._found: dict[tuple[str, ...], Tensor] = {}
         self._locks: dict[tuple[str, ...], threading.Lock] = {}
         self._lock = threading.Lock()
@@ -50,7 +37,7 @@ class SharedScales:
         Raises:
             UserError: a number is not finite.
         """
-        members = {name for member in matrix.members for name in fused_by_servers(member.name, self._packed)}
+        members = {name for member in matrix.members for name in self._sharing[member.name]}
         key = tuple(sorted(members))
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())

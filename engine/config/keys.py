@@ -17,38 +17,41 @@ ADAPTERS, JOINED_TOKENS = "adapters", "joined_tokens"
 """Keys of a file that describes several runs over one base: the list of these, and how they share micro-batches."""
 
 
-def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
+def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> set[str]:
     """Refuses options of the command line that do not exist.
 
     Args:
         argv: the arguments, without the program's name.
         extra: option names that are not fields of the configuration ("config").
 
+    Returns:
+        The names of those that are given.
+
     Raises:
         UserError: names the option and the closest one that exists.
     """
-    known = [*option_types(), *extra]
-    for argument in argv:
-        if argument.startswith("--"):
-            name = argument[2:].partition("=")[0]
-            require(name in known, f"--{name} is not an option{_suggest(name, known, prefix='--')}")
+    known = {*option_types(), *extra}
+    names = {argument[2:].partition("=")[0]: None for argument in argv if argument.startswith("--")}
+    for name in names:
+        if name not in known:
+            raise UserError(f"--{name} is not an option{_suggest(name, [*option_types(), *extra], prefix='--')}")
+    return {*names}
 
 
-def check_file(path: str) -> None:
-    """Refuses a configuration file that cannot be read, is not YAML, or has keys that do not exist.
-
-    Raises:
-        UserError: names the file and its fault.
-    """
-    check_text(read_text(path, "give the path of a YAML file after --config"), f"--config {path}")
+def check_file(path: str) -> set[str]:
+    """As `check_text`, of a file, which may be unreadable too."""
+    return check_text(read_text(path, "give the path of a YAML file after --config"), f"--config {path}")
 
 
-def check_text(text: str, source: str) -> None:
+def check_text(text: str, source: str) -> set[str]:
     """Refuses YAML text that is malformed or has keys that do not exist.
 
     Args:
         text: the YAML document.
         source: its name in the message, such as "--config run.yaml".
+
+    Returns:
+        The full names of the options that it sets.
 
     Raises:
         UserError: names the place and the fault.
@@ -65,28 +68,31 @@ def check_text(text: str, source: str) -> None:
         "write one section per concern.",
     )
     top = [*sections(), *(name for name in option_types() if "." not in name)]
+    found = set()
     for name, value in _items(node, source):
         require(
             name not in (ADAPTERS, JOINED_TOKENS),
             f"{source} has {name}, which is for several runs over one base, and one run is expected here: only "
             "rankfold train takes such a file, as its one --config.",
         )
-        require(name in top, f"{source} has the unknown key {name}{_suggest(name, [*top, *option_types()])}")
-        if name in sections():
-            _check_section(name, value, source)
+        if name not in top:
+            raise UserError(f"{source} has the unknown key {name}{_suggest(name, [*top, *option_types()])}")
+        found |= _check_section(name, value, source) if name in sections() else {name}
+    return found
 
 
-def _check_section(section: str, node: yaml.Node, source: str) -> None:
+def _check_section(section: str, node: yaml.Node, source: str) -> set[str]:
     known = [name for name in option_types() if name.startswith(f"{section}.")]
     require(
         isinstance(node, yaml.MappingNode),
         f"{source} gives {section} {_kind(node)}, but {section} is a section: write its options below it, such as "
         f"`{known[0].partition('.')[2]}:`, or remove it.",
     )
-    for name, _ in _items(node, source):
-        full = f"{section}.{name}"
-        candidates = [*known, *option_types()]
-        require(full in known, f"{source} has the unknown key {full}{_suggest(full, candidates)}")
+    names = [f"{section}.{name}" for name, _ in _items(node, source)]
+    for name in names:
+        if name not in known:
+            raise UserError(f"{source} has the unknown key {name}{_suggest(name, [*known, *option_types()])}")
+    return {*names}
 
 
 def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:

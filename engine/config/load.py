@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
 from engine.config.keys import ADAPTERS, check_argument_names, check_file, check_text
 from engine.config.option_help import answer_help
@@ -64,11 +64,12 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
     arguments = sys.argv[1:] if argv is None else argv
     answer_help(arguments)
     arguments = _split_lists(arguments)
-    check_argument_names(arguments, ("config", "print_config"))
+    names = check_argument_names(arguments, ("config", "print_config"))
     for path in config_files(arguments):
-        check_file(path)
+        names |= check_file(path)
+    parser = _parser() if "print_config" in names else _parser_of(frozenset(names))
     try:
-        return _build(_parser().parse_args(arguments))
+        return _build(parser.parse_args(arguments))
     except ArgumentError as error:
         raise UserError(_sentence(str(error))) from None
 
@@ -85,10 +86,9 @@ def load_text(text: str, source: str, arguments: list[str]) -> RunConfig:
         UserError: as `load_config`.
     """
     arguments = _split_lists(arguments)
-    check_argument_names(arguments, ())
-    check_text(text, source)
+    names = check_argument_names(arguments, ()) | check_text(text, source)
     try:
-        config = _build(_parser().parse_args(["--config", text, *arguments]))
+        config = _build(_parser_of(frozenset(names)).parse_args(["--config", text, *arguments]))
     except ArgumentError as error:
         raise UserError(_sentence(str(error))) from None
     check_config(config)
@@ -120,9 +120,9 @@ def from_yaml(text: str) -> RunConfig:
     Raises:
         UserError: an unknown key, or a value of the wrong type or out of its range.
     """
-    check_text(text, "The configuration")
+    names = check_text(text, "The configuration")
     try:
-        return _build(_parser().parse_string(text))
+        return _build(_parser_of(frozenset(names)).parse_string(text))
     except ArgumentError as error:
         raise UserError(_sentence(str(error))) from None
 
@@ -145,15 +145,25 @@ _Dumper.add_representer(str, _represent_text)
 _parser = cache(build_parser)
 
 
+@cache
+def _parser_of(names: frozenset[str]) -> ArgumentParser:
+    """Returns a parser of these options and the required ones; one of all takes ten times as long for each parse."""
+    required = (name for name, field in option_fields().items() if field.default is MISSING)
+    return build_parser({"config", *names, *required})
+
+
 def _build(values: Namespace) -> RunConfig:
-    # The parser takes null for an option that was not given, so that null where a value is needed gets through it.
+    """Returns the configuration of parsed options, with defaults in place of those that the parser does not have."""
+    kinds = {name: kind for name, kind in option_types().items() if name in values}
     for name in PATH_OPTIONS:
-        values[name] = _at_home(name, values[name])
-    for name, kind in option_types().items():
+        if name in kinds:
+            values[name] = _at_home(name, values[name])
+    # The parser takes null for an option that was not given, so that null where a value is needed gets through it.
+    for name, kind in kinds.items():
         if values[name] is None and type(None) not in get_args(kind):
             raise UserError(_wrong_type(name, "is null"))
-    built = {name: kind(**values[name].as_dict()) for name, kind in sections().items()}
-    plain = {name: values[name] for name in option_types() if "." not in name}
+    built = {name: kind(**values[name].as_dict()) for name, kind in sections().items() if name in values}
+    plain = {name: values[name] for name in kinds if "." not in name}
     return RunConfig(**built, **plain)
 
 

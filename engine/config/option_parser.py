@@ -41,7 +41,7 @@ def build_parser(names: Collection[str] | None = None) -> ArgumentParser:
     """Returns a parser of a run's options.
 
     Args:
-        names: full names of those that it has; None for all, with --config and a description.
+        names: full names of those that it has, "config" for --config; None for all, with a description.
     """
     from jsonargparse import ArgumentParser
 
@@ -52,7 +52,7 @@ def build_parser(names: Collection[str] | None = None) -> ArgumentParser:
         usage="%(prog)s [--config FILE] [--SECTION.OPTION VALUE ...]",
         description=_DESCRIPTION.strip() if names is None else None,
     )
-    if names is None:
+    if names is None or "config" in names:
         parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     wanted = option_types() if names is None else names
     groups = {"": parser, **{name: parser.add_argument_group(section_title(kind)) for name, kind in sections().items()}}

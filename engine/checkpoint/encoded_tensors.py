@@ -27,13 +27,15 @@ from engine.quantization.shipped.config import ShippedEncoding
 from engine.quantization.shipped.floats import Floats
 from engine.quantization.shipped.integers import Gptq
 from engine.quantization.shipped.spelling import Spelling, StoredMatrix
-from engine.sentences import listed
+from engine.sentences import as_written, listed
 from engine.telemetry.format import counted
 
 _OF_ACTIVATIONS = (
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale", "q_scale", "k_scale",
     "v_scale", "prob_scale", "q_global_scale", "k_global_scale", "v_global_scale", "k_zero_point", "v_zero_point",
 )  # fmt: skip
+_PACKED = (".weight_packed", ".qweight")
+"""Endings of the names of codes of which several are in one number."""
 _ZERO_POINT = ".weight_zero_point"
 _KEPT_DECODED = 2
 
@@ -88,6 +90,7 @@ class EncodedTensors:
                     )
                 self._encoded[name] = found
             self.unread = sorted(name for name in stored if self._is_unread(name))
+            self._refuse_other_codes(encoding, stored)
         hidden = {name for one in self._encoded.values() for name in one.stored().values()}.union(self.unread)
         self._names = [*(name for name in self._files.names() if name not in hidden), *self._encoded]
         self._known = set(self._names)
@@ -164,9 +167,12 @@ class EncodedTensors:
             return None
         dtype = str(self.decoded_dtype).removeprefix("torch.")
         decoded = f", decoded to {dtype} as they are read (model.base_dtype stored keeps them encoded)"
+        assert self.encoding is not None
+        aside = [] if (unknown := self.encoding.unknown) is None else [unknown]
         tensors = counted(len(self.unread), "tensor")
         unread = f"; {tensors} of no effect not read: {listed(self.unread, most=2)}"
-        return f"note: {self._stored_in()}{decoded if decodes else ''}{unread if self.unread else ''}"
+        read = f"{self._stored_in()}{decoded if decodes else ''}{unread if self.unread else ''}"
+        return "; ".join([f"note: {read}", *aside])
 
     def _stored_in(self) -> str:
         found = Counter(one.spelling.name for one in self._encoded.values())
@@ -292,6 +298,24 @@ class EncodedTensors:
                 wanted = [*next(iter(experts)), *layout.shape(rows, columns)]
                 return f"has {name} with shape {list(shape)}, but its quantization_config calls for {wanted}"
         return None
+
+    def _refuse_other_codes(self, encoding: ShippedEncoding, stored: set[str]) -> None:
+        """Refuses packed codes where the config says that codes have another name.
+
+        Raises:
+            UserError: there are such tensors.
+        """
+        read = {name for one in self._encoded.values() for name in one.stored().values()}
+        for name in sorted(stored - read):
+            ending = next((one for one in _PACKED if name.endswith(one)), None)
+            said = None if ending is None else encoding.spelling(name.removesuffix(ending))
+            if ending is not None and said is not None:
+                wanted = f"{name.removesuffix(ending)}{said.layouts[0].ending}"
+                form = "" if encoding.raw.get("format") is None else f" of format {as_written(encoding.raw['format'])}"
+                raise UserError(
+                    f"{self.folder} stores packed numbers, {name}, but its quantization_config{form} calls for "
+                    f"{wanted}: correct config.json, or copy the model again."
+                )
 
     def _is_unread(self, name: str) -> bool:
         """Returns whether a tensor is a scale that is not of weights, or zero points that are all 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.low_precision.kept_format import stored_format
 from engine.errors import UserError
-from engine.quantization.shipped.config import encoding_of
+from engine.quantization.shipped.config import KNOWN_KEYS, encoding_of
 from engine.quantization.shipped.floats import Floats
 from tests.support.family_models import batch_of, engine_model, stock_losses
 from tests.support.format_parts import SPELLINGS, drawn_parts
@@ -353,6 +354,10 @@ TENSORS: dict[str, tuple[Any, str]] = {
         lambda t: t.update({key: t[key][:64] for key in (f"{Q}.weight", f"{Q}.weight_scale")}),
         r"q_proj.weight with shape \[64, 128\], but its config.json calls for \[128, 128\]",
     ),
+    "packed": (
+        lambda t: t.update({f"{Q}.weight_packed": t.pop(f"{Q}.weight").view(torch.int32)}),
+        f"stores packed numbers, {Q}.weight_packed, but its quantization_config calls for {Q}.weight: correct",
+    ),
     "smoothed": (lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(128)}), "pre_quant_scale, which a llama model"),
     "codes of an ignored module": (
         lambda t: t.update({"lm_head.weight": torch.ones(96, 128).to(torch.float8_e4m3fn)}),
@@ -366,6 +371,15 @@ def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     change, words = TENSORS[case]
     replaced(tmp_path, "llama fused", nvfp4, {"quant_algo": "NVFP4", "ignore": ["lm_head"]})
     rewritten(tmp_path, change)
+    with pytest.raises(UserError, match=words):
+        open_source(tmp_path)
+
+
+def test_packed_codes_of_another_format_are_refused(tmp_path: Path) -> None:
+    compressed_model(tmp_path, "llama", {"W4A16": ["Linear"]})
+    config = pack_quantized(num_bits=8, type="int", strategy="channel")
+    rewritten(tmp_path, lambda tensors: None, quantization_config={**config, "format": "int-quantized"})
+    words = "weight_packed, but its quantization_config of format 'int-quantized' calls for .*_proj.weight: correct"
     with pytest.raises(UserError, match=words):
         open_source(tmp_path)
 
@@ -389,6 +403,30 @@ def test_a_matrix_with_several_scales_is_not_stored_with_one() -> None:
     assert spelling.store(first, 32)[".weight_global_scale"].tolist() == first["tensor_scale"][:1].tolist()
     with pytest.raises(UserError, match="each with a scale of its own, and NVFP4 has one for a matrix"):
         spelling.store(parts, 32)
+
+
+LIBRARIES = {
+    "GPTQConfig": "gptq", "AwqConfig": "awq", "CompressedTensorsConfig": "compressed-tensors",
+    "FineGrainedFP8Config": "fp8", "Mxfp4Config": "mxfp4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_keys_that_transformers_writes_are_known(library: str) -> None:
+    from transformers.utils import quantization_config
+
+    written = inspect.signature(getattr(quantization_config, library).__init__).parameters.keys()
+    assert written - {"self", "kwargs", "quant_method"} <= KNOWN_KEYS[LIBRARIES[library]]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_keys_that_are_not_known_are_named_in_one_line(inside: bool, tmp_path: Path) -> None:
+    config = {"quant_algo": "NVFP4", "ignore": ["lm_head"], "rotation": {"size": 4}, "empty": {}}
+    replaced(tmp_path, "llama fused", nvfp4, {"quantization": config, "producer": {}} if inside else config)
+    note = open_source(tmp_path).encoding_note(decodes=True)
+    named = "quantization.rotation" if inside else "rotation"
+    assert note is not None and "\n" not in note
+    assert note.endswith(f"; quantization_config has {named}, of no meaning here and not read")
 
 
 HOSTILE = (None, -1, 0, 3, 10**30, 1.5, float("nan"), True, "x", "re:(", [], [None], ["x"], {}, {"x": 1}, {"x": {}})

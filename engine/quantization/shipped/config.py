@@ -20,8 +20,38 @@ from engine.quantization.shipped.entries import Entries
 from engine.quantization.shipped.floats import Floats
 from engine.quantization.shipped.integers import Awq, Gptq
 from engine.quantization.shipped.spelling import Spelling
+from engine.sentences import listed
 
 KEY = "quantization_config"
+KNOWN_KEYS: dict[str, frozenset[str]] = {
+    method: frozenset(keys.split())
+    for method, keys in {
+        "compressed-tensors": """
+            format config_groups ignore sparsity_config transform_config
+            quantization_status kv_cache_scheme global_compression_ratio version run_compressed dequantize
+            use_optimized_inference""",
+        "modelopt": """
+            quantization quant_algo exclude_modules ignore quantized_layers config_groups group_size
+            kv_cache_quant_algo kv_cache_scheme producer quant_library has_zero_point pre_quant_scale""",
+        "fp8": """
+            fmt expert_dtype scale_fmt weight_block_size modules_to_not_convert ignored_layers
+            activation_scheme modules_to_convert dequantize kv_cache_scheme""",
+        "mxfp4": "modules_to_not_convert dequantize",
+        "gptq": """
+            bits group_size checkpoint_format format lm_head dynamic sym is_marlin_format
+            modules_to_not_convert ignored_layers
+            desc_act static_groups true_sequential damp_percent damp_auto_increment act_group_aware mse
+            model_name_or_path model_file_base_name model_seqlen quantizer meta version pack_dtype adapter backend
+            block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize batch_size
+            pad_token_id max_input_length cache_block_outputs tokenizer dataset use_exllama disable_exllama
+            exllama_config use_cuda_fp16""",
+        "awq": """
+            w_bit bits version zero_point q_group_size group_size modules_to_not_convert ignored_layers
+            backend do_fuse modules_to_fuse fuse_max_seq_len exllama_config""",
+    }.items()
+}
+"""Keys of each quant_method that are read, and then those that no number depends on: about activations and caches, how
+codes were found, and how libraries compute with them. Which modules are in few bits the tensors say."""
 _TEXTS = ("text_config", "llm_config")
 """Where a config may have the language model's, which may have the encoding."""
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
@@ -54,6 +84,17 @@ class ShippedEncoding:
     method: str
     raw: Mapping[str, Any]
     rules: tuple[Rule, ...]
+
+    @property
+    def unknown(self) -> str | None:
+        """A remark on the keys with a value that are not known here; None without any."""
+        is_modelopt = self.method.startswith("modelopt")
+        known = KNOWN_KEYS["modelopt" if is_modelopt else self.method] | {"quant_method"}
+        inside = self.raw.get("quantization") if is_modelopt else None
+        left = sorted(key for key, value in self.raw.items() if value and key not in known)
+        if isinstance(inside, Mapping):
+            left += sorted(f"quantization.{key}" for key, value in inside.items() if value and key not in known)
+        return f"{KEY} has {listed(left)}, of no meaning here and not read" if left else None
 
     def spelling(self, module: str) -> Spelling | None:
         """Returns the spelling that the config gives a module, by its name in the checkpoint; None for numbers."""
@@ -276,6 +317,8 @@ def _gptq(config: Entries) -> list[Rule]:
     group = 0 if config.get("group_size") == -1 else config.count("group_size", 128)
     if group % (32 // bits):
         raise config.wrong("group_size", f"-1 or a multiple of {32 // bits}")
+    if config.switch("is_marlin_format", default=False):
+        raise config.wrong("is_marlin_format", "false")
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise config.wrong("checkpoint_format", "gptq or gptq_v2")

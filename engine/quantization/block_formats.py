@@ -25,7 +25,7 @@ class BlockEncoding:
     """The encoding of a format, whose parts are those of `engine.kernels.formats.part_shapes`.
 
     Args:
-        format: without zero points where weights are to be encoded.
+        format: of the parts; encoding gives every zero point the middle, 8.
         arithmetic: the backend.
     """
 
@@ -59,7 +59,10 @@ class BlockEncoding:
 
     def encode(self, weight: Tensor, whole: WholeMatrix | None = None) -> dict[str, Tensor]:
         of, (rows, columns) = self.format, weight.shape
-        assert not of.has_zero_points, of
+        if of.has_zero_points:
+            plain = replace(self, format=replace(of, has_zero_points=False)).encode(weight, whole)
+            shape, dtype = part_shapes(of, rows, columns)["zeros"]
+            return {**plain, "zeros": torch.full(shape, 8, dtype=dtype, device=weight.device)}
         whole = WholeMatrix(absmax=self.absmax(weight)) if whole is None else whole
         first_block = self._whole_block(whole.first_column) // of.group if of.group else 0
         self._whole_granule(whole.first_row)

@@ -50,7 +50,7 @@ def base_encoding(config: RunConfig, device: torch.device, formats: Formats | No
         return None
     if name != STORED:
         return named_encoding(name, config.model.kernels, device)
-    assert formats is not None, "weights that are drawn are stored in no format"
+    assert formats is not None, "drawn weights are given the formats of a checkpoint only to measure it"
     return _by_backend(formats, config.model.kernels, device)
 
 
@@ -78,12 +78,17 @@ def _by_backend(formats: Formats, kernels: str, device: torch.device) -> BaseEnc
 
 
 def check_base(
-    config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, weights: WeightSource | None = None
+    config: RunConfig,
+    decoder: DecoderConfig,
+    plan: TrainingPlan,
+    weights: WeightSource | None = None,
+    formats: Formats | None = None,
 ) -> tuple[str, ...]:
     """Checks that `model.base_dtype` can be used in this model.
 
     Args:
-        weights: of the checkpoint; needed where they stay as they are stored.
+        weights: of the checkpoint; needed where they stay as they are stored, but for drawn ones.
+        formats: that drawn weights are given where such a checkpoint is measured; None otherwise.
 
     Returns:
         The names of the encodings that the whole model's frozen weights have.
@@ -92,10 +97,11 @@ def check_base(
         UserError: every linear of the layers trains, none is stored in few bits, or ranks would cut through numbers
             that share a scale.
     """
-    if config.model.base_dtype == STORED:
-        assert weights is not None
-        _require_formats(weights)
-    base = base_encoding(config, torch.device("meta"), None if weights is None else weights.format)
+    if weights is not None:
+        if config.model.base_dtype == STORED:
+            _require_formats(weights)
+        formats = weights.format
+    base = base_encoding(config, torch.device("meta"), formats)
     if base is None:
         return ()
     parallel = config.parallel
@@ -104,8 +110,7 @@ def check_base(
     )
     if found := {entry.encoding.name for entry in encoded_entries(model)}:
         merged = merged_names(model)
-        if config.model.base_dtype == STORED and merged:
-            assert weights is not None
+        if config.model.base_dtype == STORED and merged and weights is not None:
             _require_own_blocks(merged, weights)
         if plan.merge_aware and not merged:
             raise UserError(

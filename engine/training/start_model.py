@@ -42,16 +42,18 @@ class ModelSource:
         model: its description.
         weights: its tensors; None when they are drawn anew.
         head_is_copy: the head is a copy of the embedding, to which the model on the disk ties it.
+        drawn_formats: in which drawn weights are encoded, where a checkpoint in few bits is measured by such.
     """
 
     model: ModelFolder
     weights: WeightSource | None
     head_is_copy: bool = False
+    drawn_formats: Formats | None = None
 
     @property
     def formats(self) -> Formats | None:
         """The formats in which the checkpoint has its weights."""
-        return None if self.weights is None else self.weights.format
+        return self.drawn_formats if self.weights is None else self.weights.format
 
     def untied(self) -> ModelSource:
         """Returns the same model with a head of its own, a copy of its embedding."""
@@ -143,12 +145,17 @@ def model_source(config: RunConfig) -> ModelSource:
 
 
 def check_model(
-    config: RunConfig, model: ModelFolder, world_size: int = 1, weights: WeightSource | None = None
+    config: RunConfig,
+    model: ModelFolder,
+    world_size: int = 1,
+    weights: WeightSource | None = None,
+    formats: Formats | None = None,
 ) -> ModelPlan:
     """Plans the roles of the model's modules, and checks that the model fits the layout.
 
     Args:
         weights: the model's; needed where the base stays as they are stored.
+        formats: see `check_base`.
 
     Raises:
         UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be
@@ -172,7 +179,7 @@ def check_model(
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}
     trained = {entry.name: shapes[entry.name] for entry in entries if entry.sink is not None}
-    encodings = check_base(config, decoder, plan, weights)
+    encodings = check_base(config, decoder, plan, weights, formats)
     partition = plan_partition(config, decoder, trained, world_size)
     if parallel.context > 1 and parallel.context_method == "ulysses":
         from engine.ops.attention.ulysses import check_context_heads

@@ -218,7 +218,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory_report,
         time_by_kernel,
     )
-    from rankfold.planning.memory_question import ask, check_drawn, easier
+    from rankfold.planning.memory_question import ask, easier
 
     if arguments.examples:
         print(memory_examples.report(RESERVE))
@@ -230,8 +230,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--measure is given without --config: name the configuration to measure.")
     if arguments.model is None:
         raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
-    if arguments.probe:
-        check_drawn("--probe", arguments.base_dtype)
     answer = ask(arguments)
     if arguments.json is not None:
         answer_record.write(arguments.json, answer_record.of_answer(answer, top=arguments.top))

@@ -33,7 +33,7 @@ from engine.training.module_plan import decoder_in_training, training_plan
 from engine.training.prefixes import choose_sharing
 from rankfold.planning import answer_record, time_by_kernel
 from rankfold.planning.memory_measure import measure
-from rankfold.planning.memory_question import GIB, check_drawn, machine_of, read_config
+from rankfold.planning.memory_question import GIB, machine_of, read_config
 from rankfold.planning.memory_report import part_table, routing_sentence, table, time_lines
 
 _STEPS = 4
@@ -47,8 +47,6 @@ def report(arguments: argparse.Namespace) -> str:
         UserError: the configuration does not fit the model or the ranks, or it cannot be measured here.
     """
     config = _read(arguments)
-    if arguments.measure:
-        check_drawn("--measure", config.model.base_dtype)
     candidate, machine = _predicted(config, arguments)
     lines = [
         f"{arguments.config}: {candidate.label()}; base {base_words(candidate.workload)}; predicted "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,14 @@ from engine.config.run import RunConfig
 from engine.data.collate import context_part
 from engine.judges.batch_parts import ScoredAnswers
 from engine.planning.recording import EagerMode
+from engine.planning.stored_formats import stored_formats
 from engine.preferences.batch_parts import Answers
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.start_model import check_model, model_source
 from engine.vision.made_up_images import with_made_up_images
+from rankfold.planning.memory_question import read_config
 
 
 class LiveStorages(EagerMode):
@@ -143,13 +145,17 @@ def _measure_cuda(config: RunConfig, launch: Launch, steps: int) -> Measured:
 
 
 def build(config: RunConfig, launch: Launch) -> Training:
-    """Builds the configuration's model on this rank, with random weights if model.init asks for them.
+    """Builds the configuration's model on this rank, with random weights if model.init asks for them, in the formats
+    that config.json says where they are to stay as they are stored.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.
     """
     source = model_source(config)
-    plan = check_model(config, source.model, launch.world_size, source.weights)
+    if config.model.init == "random":
+        hf_config, _ = read_config(config.model.path)
+        source = replace(source, drawn_formats=stored_formats(config.model.base_dtype, hf_config, source.model.names))
+    plan = check_model(config, source.model, launch.world_size, source.weights, source.drawn_formats)
     return build_training(config, launch, source, plan, Log(rank=1))
 
 

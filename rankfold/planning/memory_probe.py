@@ -23,6 +23,8 @@ from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak, workload_of
 from engine.planning.rank_layout import Layout
 from engine.planning.step_time import predict_time
+from engine.planning.stored_formats import stored_formats
+from engine.quantization.shipped.config import KEY, encoding_of
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.module_plan import training_plan
@@ -70,7 +72,9 @@ def report(answer: Answer) -> str:
     ]
     rows.append(_row("a layer", *per_layer))
     workload = answer.workload
-    kernels = workload_of(answer.config, workload.decoder, workload.plan, device_type=device.type).kernels
+    kernels = workload_of(
+        answer.config, workload.decoder, workload.plan, device_type=device.type, stored=workload.formats
+    ).kernels
     lines = [
         f"Probe on {device.type}: one process, one micro-batch, kernels {kernels}, drawn weights",
         table(rows),
@@ -102,14 +106,17 @@ def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) 
     """Writes the small model's config.json, predicts, and measures."""
     family, text = family_of(answer.hf_config)
     smaller = {**text, "num_hidden_layers": layers, "model_type": text["model_type"]}
+    if (encoding := encoding_of(answer.hf_config)) is not None:
+        smaller[KEY] = encoding.raw
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(smaller), encoding="utf-8")
         config = _config(answer, folder, device)
         decoder = family.config_from_hf(smaller)
         plan = training_plan(config, decoder, family.names)
-        predicted = predict_peak(config, decoder, plan, device_type=device.type)
+        stored = stored_formats(config.model.base_dtype, smaller, family.names)
+        predicted = predict_peak(config, decoder, plan, device_type=device.type, stored=stored)
         _check_room(predicted, layers, device)
-        workload = workload_of(config, decoder, plan, device_type=device.type)
+        workload = workload_of(config, decoder, plan, device_type=device.type, stored=stored)
         seconds = predict_time(workload, Layout(), memory_plan_of(config), machine).step
         measured = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
         if device.type == "cpu":  # a CPU's memory is the host's

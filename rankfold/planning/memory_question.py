@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.model_folder import open_model
-from engine.choices import MERGED_DTYPES, RECOMPUTE_LEVELS, STORED
+from engine.choices import MERGED_DTYPES, RECOMPUTE_LEVELS
 from engine.config.data import DataOptions
 from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
@@ -401,19 +401,6 @@ def read_speeds(path: str) -> dict[str, float]:
         if not known or isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             raise UserError(f"{shown(path)} has no speed {listed([name])} that can be used: {advice}.")
     return {name: float(value) for name, value in speeds.items()}
-
-
-def check_drawn(option: str, base_dtype: str | None) -> None:
-    """Refuses an option that takes steps with drawn weights where these would have to be stored in few bits.
-
-    Raises:
-        UserError: they would.
-    """
-    if base_dtype == STORED:
-        raise UserError(
-            f"{option} draws weights, which no checkpoint stores, and model.base_dtype is {STORED}: measure with the "
-            "format that most of the weights have, such as nvfp4, or leave it out."
-        )
 
 
 def measured_cpu(memory: float) -> Machine:

@@ -179,23 +179,33 @@ def test_a_config_without_formats_is_refused() -> None:
         answer_for(SMALL, config, devices=1, gpu_memory=141, reserve=10)
 
 
-@pytest.mark.parametrize("option", ["--probe", "--measure"])
-def test_drawn_weights_are_not_stored(option: str, tmp_path: Path) -> None:
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(CONFIGS["fp8"][0]), encoding="utf-8")
-    given = ["--model", str(model), option]
+NVFP4 = CONFIGS["compressed-tensors"][0]["quantization_config"]
+ZEROS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+
+
+@pytest.mark.parametrize(("encoding", "option"), [(NVFP4, "--measure"), (ZEROS, "--measure"), (NVFP4, "--probe")])
+def test_drawn_weights_are_measured_in_the_formats_of_the_checkpoint(
+    encoding: dict[str, object], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "quantization_config": encoding}), encoding="utf-8")
+    given = ["--gpu-memory", "8", "--machine", "cpu", option]
     if option == "--measure":
-        run = tmp_path / "run.yaml"
-        run.write_text(
-            "model: {path: m, base_dtype: stored}\ndata: {train: t.jsonl}\ntrain: {steps: 1}\n", encoding="utf-8"
-        )
-        given += ["--config", str(run)]
+        lines = [
+            f"model: {{path: {tmp_path}, base_dtype: stored, dtype: float32}}",
+            "data: {train: t.jsonl, seq_length: 64}",
+            "train: {steps: 1, micro_batch_size: 1, global_batch_size: 1}",
+        ]
+        (tmp_path / "run.yaml").write_text("\n".join(lines), encoding="utf-8")
+        given += ["--config", str(tmp_path / "run.yaml")]
     else:
-        given += ["--base-dtype", "stored"]
+        given += ["--model", str(tmp_path), "--base-dtype", "stored", "--seq-length", "64", "--dtype", "float32"]
     parser = argparse.ArgumentParser()
     memory.add_arguments(parser)
-    with pytest.raises(UserError, match=f"{option} draws weights"):
-        memory.run(parser.parse_args(given))
+    memory.run(parser.parse_args(given))
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("GiB in a step", "4 "))]
+    assert len(rows) == 1, printed
+    assert 0.95 < float(rows[0][6 if option == "--measure" else 5]) < 1.01, printed
 
 
 def test_merging_adds_the_adapters_to_what_decoding_reads() -> None:

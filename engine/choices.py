@@ -26,6 +26,11 @@ BASE_DTYPES: tuple[BaseDType, ...] = (STORED, *ENCODED)
 MULTIPLIED_AS_CODES: tuple[Encoded, ...] = ("fp8", "fp8_row")
 """Those whose products read codes, and round inputs too; linears in the others are decoded first."""
 
+BaseProducts = Literal["decoded", "codes"]
+"""Whether products with a base in few bits are of numbers, or of codes with rounded inputs."""
+SCALED_DTYPES = ("stored", "nvfp4", "mxfp8", "fp8_block")
+"""Those in which weights may have products of codes."""
+
 MERGED_DTYPES = ("stored", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int8")
 """Those in which a model can be merged while it trains, and a merged checkpoint written."""
 ExportDType = Literal["nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int8", "stored"]

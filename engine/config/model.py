@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Literal, get_args
 
-from engine.choices import BaseDType, Implementation
+from engine.choices import BaseDType, BaseProducts, Implementation
 from engine.config.checks import require, require_choices
 from engine.config.option import IGNORED, REPORTED, option
 
@@ -34,6 +34,11 @@ class ModelOptions:
             per 128 rows and columns; "fp8" is e4m3 with one scale per matrix and "fp8_row" with one per row, and both
             also round the inputs of these linears to 8 bits. Embedding, head, norms and everything trained stay in
             model.dtype; an export has the base as it was read.
+        base_products: How linears multiply with a base in few bits. "decoded" decodes its numbers first. "codes" rounds
+            the inputs of linears in fp8_block, mxfp8 and nvfp4 in groups to the same format, as servers do, and
+            multiplies codes: on a Hopper GPU fp8_block, forward and for the input's gradient, on a Blackwell GPU mxfp8
+            and nvfp4, forward; a CPU computes the same rounded numbers in float32. Linears in other formats, and
+            experts, are decoded. Not with lora.merge_aware. See docs/low-precision.md.
         kernels: Implementation of the layers' ops. "auto" takes the fastest that can run here and logs which.
             "reference" is plain torch. "native" are the compiled CPU kernels, in float32 and bfloat16. "triton" are the
             GPU kernels,
@@ -57,6 +62,7 @@ class ModelOptions:
     path: str = option(MISSING, IGNORED)  # the base is compared by fingerprint
     dtype: DType = option("float32", REPORTED)
     base_dtype: BaseDType | None = option(None, REPORTED)
+    base_products: BaseProducts = option("decoded", REPORTED)
     init: Init = option("checkpoint", IGNORED)  # weights are not drawn again
     implementation: Implementation = option("auto", IGNORED)  # the checkpoint records which it was
     proof: bool = option(True, IGNORED)

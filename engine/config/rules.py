@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from engine.choices import MERGED_DTYPES, STORED
+from engine.choices import MERGED_DTYPES, SCALED_DTYPES, STORED
 from engine.config.checks import require
 from engine.config.data import split_mix
 from engine.config.distillation import BASE, is_server
@@ -154,6 +154,12 @@ def check_pairs(config: RunConfig) -> None:
         (lora.merge_aware and not adapts,
          "lora.merge_aware is true and lora.rank is 0, so that there is nothing to merge: set lora.rank to for example "
          "16, or lora.merge_aware to false."),
+        (model.base_products == "codes" and model.base_dtype not in SCALED_DTYPES,
+         f"model.base_products is codes and model.base_dtype is {model.base_dtype or 'null'}, whose products are not "
+         f"chosen: set model.base_dtype to one of {listed(SCALED_DTYPES)}, or model.base_products to decoded."),
+        (model.base_products == "codes" and lora.merge_aware,
+         "model.base_products is codes and lora.merge_aware is true, which multiplies by numbers that are rounded in "
+         "each step: set model.base_products to decoded, or lora.merge_aware to false."),
         (lora.merge_aware and model.base_dtype not in MERGED_DTYPES,
          f"lora.merge_aware is true and model.base_dtype is {model.base_dtype or 'null'}, which is no format that a "
          f"merged checkpoint is written in: set model.base_dtype to one of {listed(MERGED_DTYPES)}, or "

@@ -80,7 +80,9 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
         base = None
     own = replace(
         config,
-        model=replace(config.model, path=str(source.model.path), init="checkpoint", base_dtype=base),
+        model=replace(
+            config.model, path=str(source.model.path), init="checkpoint", base_dtype=base, base_products="decoded"
+        ),
         trainable=(),
         lora=replace(config.lora, rank=0, init_from=None),
         train=replace(config.train, router_aux_loss_coef=0.0),

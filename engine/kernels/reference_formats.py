@@ -159,11 +159,11 @@ def block_codes(of: Format, weight_OI: Tensor, scales: Parts) -> Tensor:
     codes = torch.empty(shape, dtype=dtype, device=weight_OI.device)
     for chunk in row_chunks(of, rows, columns):
         here = rows_of(of, scales, chunk)
-        blocks = _blocks(of, weight_OI[chunk].float().contiguous())
+        blocks = of_blocks(of, weight_OI[chunk].float().contiguous())
         quotient = blocks / row_scales(of, here, len(blocks))[:, :, None]
         if of.name in ("nvfp4", "mxfp4"):
             quotient += 0.0  # -0 gets the code of 0, as of compressed-tensors and ModelOpt
-        codes[chunk] = _packed(of, _nearest(of, quotient, None).flatten(1)[:, :columns])
+        codes[chunk] = packed(of, nearest(of, quotient, None).flatten(1)[:, :columns])
     return codes
 
 
@@ -195,7 +195,7 @@ def row_scales(of: Format, parts: Parts, rows: int) -> Tensor:
         rows: O.
     """
     stored = parts["scales"].view(-1, 1) if parts["scales"].dim() == 1 else parts["scales"]
-    scales = _powers(stored) if stored.dtype == torch.uint8 else stored.float()
+    scales = powers(stored) if stored.dtype == torch.uint8 else stored.float()
     if of.granule > 1:
         scales = scales.repeat_interleave(of.granule, 0)[:rows]
     if of.name == "nvfp4":
@@ -209,7 +209,7 @@ def _store(of: Format, parts: Parts, rows: slice, values: Parts) -> None:
         part.copy_(values[name])
 
 
-def _blocks(of: Format, wide_OI: Tensor) -> Tensor:
+def of_blocks(of: Format, wide_OI: Tensor) -> Tensor:
     """Returns [O, G, C], with zeros where a last block is short."""
     columns = wide_OI.shape[1]
     size = of.group or max(columns, 1)
@@ -219,7 +219,7 @@ def _blocks(of: Format, wide_OI: Tensor) -> Tensor:
     return wide_OI.unflatten(1, (count, size))
 
 
-def _powers(exponents: Tensor) -> Tensor:
+def powers(exponents: Tensor) -> Tensor:
     """Returns 2^(exponent - 127) by its bits, fp32; a subnormal for 0 and NaN for 255."""
     bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
     return bits.masked_fill_(exponents == NO_NUMBER, 0x7FC00000).view(torch.float32)
@@ -244,7 +244,7 @@ def _unscaled(of: Format, codes: Tensor, columns: int) -> Tensor:
 
 def _wide(of: Format, parts: Parts, columns: int) -> Tensor:
     """Returns the decoded matrix, fp32 [O, I]."""
-    blocks = _blocks(of, _unscaled(of, parts["codes"], columns))
+    blocks = of_blocks(of, _unscaled(of, parts["codes"], columns))
     if of.has_zero_points:
         blocks = blocks - parts["zeros"].float()[:, :, None]
     wide = blocks * row_scales(of, parts, len(blocks))[:, :, None]
@@ -270,7 +270,7 @@ def _requantised_rows(of: Format, parts: Parts, base: Tensor, numbers: Tensor) -
         numbers: the new numbers, fp32 [O, I].
     """
     rows, columns = numbers.shape
-    old, new = _blocks(of, base), _blocks(of, numbers)
+    old, new = of_blocks(of, base), of_blocks(of, numbers)
     same = old == new
     quotient = new / row_scales(of, parts, rows)[:, :, None]
     lowest, highest = _reach(of, parts.get("zeros"))
@@ -282,7 +282,7 @@ def _requantised_rows(of: Format, parts: Parts, base: Tensor, numbers: Tensor) -
         kept = fits[:: of.granule].view(fresh.shape)
         chosen[name] = where(kept, parts[name], fresh)
     quotient = new / row_scales(of, chosen, rows)[:, :, None]
-    codes = _packed(of, _nearest(of, quotient, chosen.get("zeros")).flatten(1)[:, :columns])
+    codes = packed(of, nearest(of, quotient, chosen.get("zeros")).flatten(1)[:, :columns])
     chosen["codes"] = _with_kept(of, parts["codes"], codes, (same & fits[:, :, None]).flatten(1)[:, :columns])
     return chosen
 
@@ -372,7 +372,7 @@ def _nvfp4_scales(of: Format, largest: Tensor, of_matrix: Tensor) -> Tensor:
     return scales.clamp(2.0**-9, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
-def _nearest(of: Format, quotient: Tensor, zeros: Tensor | None) -> Tensor:
+def nearest(of: Format, quotient: Tensor, zeros: Tensor | None) -> Tensor:
     """Returns codes, one to an element, of number / scale [O, G, C]."""
     if of.name in ("nvfp4", "mxfp4"):
         size, codes = quotient.abs(), quotient.signbit().to(torch.uint8) << 3
@@ -388,7 +388,7 @@ def _nearest(of: Format, quotient: Tensor, zeros: Tensor | None) -> Tensor:
     return quotient.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
-def _packed(of: Format, codes_OI: Tensor) -> Tensor:
+def packed(of: Format, codes_OI: Tensor) -> Tensor:
     """Returns codes as they are stored."""
     if codes_OI.dtype != torch.uint8:
         return codes_OI

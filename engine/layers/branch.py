@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.choices import MULTIPLIED_AS_CODES
 from engine.ops.attention.token_context import TokenContext
 
 
@@ -21,6 +20,7 @@ class LinearShape:
         extra: columns added to the weight for folded adapters.
         trained_rows: output rows of each weight that trains.
         encoding: how the weight is stored; None for the model's dtype.
+        is_decoded: whether a product decodes it first, see engine.ops.encoded_weight.
     """
 
     inputs: int
@@ -28,11 +28,7 @@ class LinearShape:
     extra: int
     trained_rows: tuple[int, ...]
     encoding: str | None = None
-
-    @property
-    def is_decoded(self) -> bool:
-        """Whether products decode it first, see engine.ops.encoded_weight."""
-        return self.encoding is not None and self.encoding not in MULTIPLIED_AS_CODES
+    is_decoded: bool = False
 
 
 Around = Callable[[Any], nn.Module]

@@ -30,6 +30,8 @@ from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
 from engine.ops.merged_weight import Factors, MergedRows, MergedWeight, merged_rows
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
+from engine.ops.scaled_products import has_gradient, is_scaled, require_scaled_device, require_scaled_sizes
+from engine.ops.scaled_weight import ScaledWeight
 from engine.quantization.encoded_parts import WholeMatrix, largest_of
 from engine.quantization.encoding import Encoding, part_rows
 
@@ -188,6 +190,7 @@ class EncodedStorage(nn.Module):
         base: has the memory that they are decoded to, and the makers of operands.
         tp: the ranks that the weights are cut over.
         device: of the memory.
+        rounds_inputs: whether products are of codes, where the format has such.
 
     Raises:
         UserError: a cut between ranks goes through columns that share a scale, or the device's products do not take
@@ -202,12 +205,20 @@ class EncodedStorage(nn.Module):
         *,
         tp: Axis,
         device: torch.device,
+        rounds_inputs: bool = False,
     ) -> None:
         super().__init__()
         encoding = encoding.stacked(_bounds([spec for _, spec in sections]))
         for name, spec in sections:
             _check_columns(name, spec, encoding, tp)
-            require_product_sizes(encoding.name, *spec.local_shape, device, name)
+        self.encoding = encoding
+        self.rounds_inputs = rounds_inputs and is_scaled(encoding.format)
+        """Whether products are of codes, and of inputs rounded in groups."""
+        self.sizes = tuple((name, *spec.local_shape) for name, spec in sections)
+        """Names of the sections, with their rows and columns."""
+        self.check_products(device)
+        if self.rounds_inputs and encoding.format is not None:
+            require_scaled_device(encoding.format, device, sections[0][0])
         rows, columns = sum(spec.local_shape[0] for _, spec in sections), sections[0][1].local_shape[1]
         places, num_bytes = {}, 0
         for part, (shape, dtype) in encoding.parts(rows, columns).items():
@@ -246,6 +257,29 @@ class EncodedStorage(nn.Module):
         self.merged: list[str] = []
         """Names of the weights that take adapters before they are rounded."""
 
+    @property
+    def is_decoded(self) -> bool:
+        """Whether a product decodes the weight first."""
+        format = self.weight.encoding.format
+        return self.weight.is_decoded and not (self.rounds_inputs and format is not None and has_gradient(format))
+
+    @property
+    def may_fold(self) -> bool:
+        """Whether adapters may lie beside the weight in its products."""
+        return self.weight.is_decoded and not self.rounds_inputs
+
+    def check_products(self, device: torch.device) -> None:
+        """Checks that a device has products of these sizes.
+
+        Raises:
+            UserError: it has none.
+        """
+        for name, rows, columns in self.sizes:
+            require_product_sizes(self.encoding.name, rows, columns, device, name)
+        if self.rounds_inputs and self.encoding.format is not None:
+            (name, _, columns), height = self.sizes[0], sum(rows for _, rows, _ in self.sizes)
+            require_scaled_sizes(self.encoding.format, height, columns, device, name)
+
     def operand(self, dtype: torch.dtype, extra: int) -> EncodedWeight:
         """Returns what products read.
 
@@ -254,9 +288,10 @@ class EncodedStorage(nn.Module):
             extra: E, the columns of folded adapters.
         """
         weight = self.weight
-        if weight.is_decoded:
+        if self.is_decoded:
             self._scratch.announce((weight.out_features, weight.in_features + extra), dtype)
-        return EncodedWeight(weight=weight, dtype=dtype, scratch=self._scratch)
+        kind = ScaledWeight if self.rounds_inputs else EncodedWeight
+        return kind(weight=weight, dtype=dtype, scratch=self._scratch)
 
     def merged_sections(self, adapters: Sequence[Factors], which: slice = slice(None)) -> tuple[MergedRows, ...]:
         """Returns sections with the adapters over them.
@@ -351,6 +386,12 @@ def encoded_entries(module: nn.Module) -> Iterator[EncodedEntry]:
     for child in module.modules():
         if isinstance(child, EncodedStorage):
             yield from child.entries
+
+
+def rounding_names(module: nn.Module) -> list[str]:
+    """Returns the names of the model's weights on this rank whose products are of codes and rounded inputs."""
+    storages = (child for child in module.modules() if isinstance(child, EncodedStorage) and child.rounds_inputs)
+    return [entry.name for storage in storages for entry in storage.entries]
 
 
 def merged_names(module: nn.Module) -> list[str]:

@@ -99,7 +99,7 @@ class _ParallelLinear(AdaptedModule):
         rank = sum(settings.rank for _, settings, _ in adapted)
         self.encoded = self._encode(sections) if shared is None else None
         merges = build.plan.merge_aware and self.encoded is not None and bool(adapted)
-        may_fold = may_fold and (self.encoded is None or self.encoded.weight.is_decoded) and not merges
+        may_fold = may_fold and (self.encoded is None or self.encoded.may_fold) and not merges
         may_fold = may_fold and layout.fold and shared is None
         forward_way, backward_way = self._ways(rows, adapted=bool(adapted), may_fold=may_fold)
         folded = FOLDED in (forward_way, backward_way)
@@ -144,7 +144,11 @@ class _ParallelLinear(AdaptedModule):
         if (encoding := base.common([f"{section.name}.weight" for section in sections])) is None:
             return None
         weights = [(section.name, section.spec) for section in sections]
-        return build.once(lambda: EncodedStorage(weights, encoding, base, tp=build.layout.tp, device=build.device))
+        return build.once(
+            lambda: EncodedStorage(
+                weights, encoding, base, tp=build.layout.tp, device=build.device, rounds_inputs=base.rounds_inputs
+            )
+        )
 
     def _encoded_operand(self, low_rank: LowRank | None, extra: int) -> EncodedWeight | None:
         """Returns what products read where the base is stored encoded.
@@ -189,6 +193,7 @@ class _ParallelLinear(AdaptedModule):
                 extra=columns - self.in_features,
                 trained_rows=tuple(sink.count for sink in self._sinks if sink.weight is not None),
                 encoding=None if self.encoded is None else self.encoded.weight.encoding.name,
+                is_decoded=self.encoded is not None and self.encoded.is_decoded,
             ),
         )
 

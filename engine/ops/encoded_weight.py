@@ -69,12 +69,15 @@ class BaseEncoding:
     Args:
         formats: of the weights.
         arithmetic: the backend of the encodings.
+        rounds_inputs: whether linears round inputs in groups and multiply codes, where their format has such products
+            (`engine.ops.scaled_products`).
     """
 
     formats: Formats
     arithmetic: Arithmetic = PLAIN
     scratch: Scratch = field(default_factory=Scratch)
     operands: OperandKernels = PLAIN_OPERANDS
+    rounds_inputs: bool = False
 
     @classmethod
     def named(

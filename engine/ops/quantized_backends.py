@@ -8,6 +8,7 @@ same bits. Triton is imported only where its kernels are the answer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.native.loader import native_status
 from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
+from engine.ops.scaled_products import gpu_multiply, plain_multiply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +35,19 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
         device: of the weights; "meta" where nothing is computed.
     """
     if device.type != "meta" and (wanted == "triton" or (wanted != "reference" and device.type == "cuda")):
-        return _triton()
+        return _triton(device)
     native = wanted != "reference" and device.type == "cpu" and native_status().available
-    operands = replace(PLAIN_OPERANDS, multiply=gpu_product) if device.type == "cuda" else PLAIN_OPERANDS
-    return QuantizedBackend(arithmetic=NATIVE_ARITHMETIC if native else PLAIN, operands=operands)
+    operands, arithmetic = PLAIN_OPERANDS, PLAIN
+    if device.type == "cuda":
+        operands = replace(operands, multiply=gpu_product, multiply_groups=gpu_multiply)
+    elif native:
+        arithmetic = NATIVE_ARITHMETIC
+        operands = replace(operands, multiply_groups=partial(plain_multiply, decode=arithmetic.block_decode))
+    return QuantizedBackend(arithmetic=arithmetic, operands=operands)
 
 
-def _triton() -> QuantizedBackend:
-    from engine.kernels.triton import formats, merged_formats, quantize
+def _triton(device: torch.device) -> QuantizedBackend:
+    from engine.kernels.triton import formats, inputs, merged_formats, quantize
 
     return QuantizedBackend(
         # a weight is encoded once, while it is loaded: torch's ops do that on the GPU
@@ -58,5 +65,7 @@ def _triton() -> QuantizedBackend:
             quantize_matrix=quantize.quantize_matrix,
             transpose=quantize.transpose_codes,
             multiply=gpu_product,
+            round_input=inputs.round_input,
+            multiply_groups=gpu_multiply if device.type == "cuda" else plain_multiply,
         ),
     )

@@ -34,7 +34,9 @@ from torch import Tensor
 
 from engine.choices import MULTIPLIED_AS_CODES
 from engine.errors import UserError
-from engine.kernels import reference_quantize
+from engine.kernels import reference_inputs, reference_quantize
+from engine.kernels.formats import Format
+from engine.ops.scaled_products import MultiplyGroups, plain_multiply
 from engine.quantization.encoding import Encoding
 
 _WIDE_COLUMNS = 1024
@@ -119,18 +121,22 @@ def plain_product(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperandKernels:
-    """The kernels that make operands of an FP8 product; see `engine.kernels.reference_quantize`.
+    """The kernels that make operands of products of codes, and these; see `engine.kernels.reference_quantize`.
 
     Args:
         quantize_rows, quantize_matrix: x [T, F], fp32 column scales [F] or None -> codes, scale [T, 1] or [].
         transpose: codes [O, I] -> [I, O] without gaps.
         multiply: the product; `gpu_product` or `plain_product`.
+        round_input: format, x [T, I] -> parts, see `engine.kernels.reference_inputs`.
+        multiply_groups: the product of such parts with a weight's, see `engine.ops.scaled_products`.
     """
 
     quantize_rows: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
     quantize_matrix: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
     transpose: Callable[[Tensor], Tensor]
     multiply: ScaledProduct
+    round_input: Callable[[Format, Tensor], Mapping[str, Tensor]] = reference_inputs.round_input
+    multiply_groups: MultiplyGroups = plain_multiply
 
 
 PLAIN_OPERANDS = OperandKernels(

@@ -34,7 +34,8 @@ from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import DECODERS, shape_torch_attention
 from engine.spans import Block
 
-_PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
+_OF_CODES = ("_scaled_mm", "_scaled_mm_v2")
+_PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", *_OF_CODES))
 _UNTOUCHED = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "resize_", "lift_fresh")
 )
@@ -316,7 +317,7 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
     makers = {
         one.name: counter.kernel(getattr(base.operands, one.name), f"fp8 {one.name}", _no_products)
         for one in fields(base.operands)
-        if one.name != "multiply"
+        if one.name not in ("multiply", "multiply_groups")
     }
     decoders = {name: merge if name == "merged_decode" else decode for name in DECODERS}
     arithmetic = replace(PLAIN, **decoders, merged_stack=merge if kernels == "triton" else None)
@@ -394,7 +395,8 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         left = operands[1 if "add" in name else 0]
         *batch, rows, columns = out.shape
         inner = left.shape[-1]
-        kind = "fp8 product" if name == "_scaled_mm" else "product"
+        kind = "fp8 product" if name in _OF_CODES else "product"
+        inner *= 2 if left.dtype == torch.float4_e2m1fn_x2 else 1
         flops = 2.0 * prod(batch) * rows * inner * columns
         shape = f"{name.strip('_')} [{rows}, {inner}] [{inner}, {columns}]"
         return Launch(shape, _moved(operands) + _moved((out,)), flops, (prod(batch) * rows, columns), kind)

@@ -238,12 +238,20 @@ def bounds(machine: Machine) -> tuple[Machine, Machine]:
     return slow, fast
 
 
-def check_encoding(machine: Machine, base_dtype: str | None) -> None:
+def check_encoding(machine: Machine, base_dtype: str | None, *, rounds_inputs: bool = False) -> None:
     """Refuses an encoding whose products a machine does not have.
+
+    Args:
+        rounds_inputs: whether products are of codes in all formats that have such.
 
     Raises:
         UserError: it has none.
     """
+    if rounds_inputs and not machine.products_fp8:
+        raise UserError(
+            f"model.base_products is codes, for which {machine.name} has no products: set model.base_products to "
+            "decoded."
+        )
     if base_dtype not in ("fp8", "fp8_row"):
         return
     if not machine.products_fp8 or (base_dtype == "fp8_row" and not machine.scales_rows):

@@ -71,6 +71,7 @@ def workload_of(
         refers_to_base=objective.compared_with == "base",
         balances=config.train.router_aux_loss_coef > 0,
         base_dtype=config.model.base_dtype,
+        rounds_inputs=config.model.base_products == "codes",
         stored=stored if config.model.base_dtype == STORED else None,
         device_type=device_type,
         kernels=kernels,

@@ -220,6 +220,7 @@ class Workload:
         refers_to_base: each step goes through the model without adapters first, for the objective to compare with.
         balances: the routers' auxiliary loss is trained on beside the objective's.
         base_dtype: how frozen weights of the layers are stored; None for `dtype`.
+        rounds_inputs: whether linears multiply codes, where their format has such products.
         stored: where that is "stored": name of a weight -> its format in the checkpoint, None for `dtype`.
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; their computation is not counted.
@@ -259,6 +260,7 @@ class Workload:
     refers_to_base: bool = False
     balances: bool = False
     base_dtype: str | None = None
+    rounds_inputs: bool = False
     stored: Formats | None = None
     device_type: str = "cuda"
     beside: int = 0

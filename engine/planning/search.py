@@ -165,7 +165,7 @@ def search(
     Raises:
         UserError: the machine has no products for the base's encoding.
     """
-    check_encoding(machine, workload.base_dtype)
+    check_encoding(machine, workload.base_dtype, rounds_inputs=workload.rounds_inputs)
     fitting: list[list[Candidate]] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.layers.branch import LinearShape
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
-from engine.layers.encoded_storage import encoded_entries, encoded_memories
+from engine.layers.encoded_storage import EncodedStorage, encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
@@ -21,7 +21,6 @@ from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import layer_kinds
-from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat_layout import ALIGNMENT
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
@@ -233,9 +232,9 @@ def _check_products(model: Decoder, device_type: str) -> None:
     for layer in model.layers:
         if isinstance(layer, DecoderLayer) and layer.mlp is not None:
             layer.mlp.check_products(device_type)
-    for entry in encoded_entries(model):
-        rows, columns = entry.spec.local_shape
-        require_product_sizes(entry.encoding.name, rows, columns, device, entry.name)
+    for module in model.modules():
+        if isinstance(module, EncodedStorage):
+            module.check_products(device)
 
 
 def _layer_parameters(layer: nn.Module) -> tuple[Parameters, ...]:

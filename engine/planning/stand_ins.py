@@ -5,33 +5,39 @@ attention in plain modules. They allocate results and buffers, and compute nothi
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.reference_formats import empty_parts
+from engine.kernels.reference_inputs import input_format
 from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks, one_by_one
 from engine.ops.encoded_weight import BaseEncoding, Formats
 from engine.ops.kernels.op import codes, like, row_codes, wide, write_in_place
 from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
+from engine.ops.scaled_products import gpu_multiply, plain_multiply
 
 DECODERS = tuple(one.name for one in fields(Arithmetic) if one.name.endswith("_decode"))
 """The kernels that turn stored codes to numbers."""
 
 
-def shape_base(formats: Formats | None, kernels: str) -> BaseEncoding | None:
+def shape_base(formats: Formats | None, kernels: str, *, rounds_inputs: bool = False) -> BaseEncoding | None:
     """Returns how frozen weights are stored, and read by the backend `kernels`.
 
     Args:
         formats: name of a weight -> its format, or an encoding's name; None where all have the model's dtype.
         kernels: the backend.
+        rounds_inputs: as of `BaseEncoding`.
     """
     if formats is None:
         return None
     arithmetic, operands = PLAIN, PLAIN_OPERANDS
     if kernels != "reference":
         arithmetic = replace(PLAIN, **dict.fromkeys(DECODERS, write_in_place))
+    operands = replace(operands, multiply_groups=partial(plain_multiply, decode=arithmetic.block_decode))
     if kernels == "triton":
         arithmetic = replace(arithmetic, merged_stack=write_in_place)
         operands = OperandKernels(
@@ -39,8 +45,10 @@ def shape_base(formats: Formats | None, kernels: str) -> BaseEncoding | None:
             quantize_matrix=lambda x, scales: (codes(x), wide(x, ())),
             transpose=lambda codes: codes.new_empty(codes.shape[::-1]),
             multiply=gpu_product,
+            round_input=lambda of, x: empty_parts(input_format(of), *x.shape, x.device),
+            multiply_groups=gpu_multiply,
         )
-    return BaseEncoding(formats=formats, arithmetic=arithmetic, operands=operands)
+    return BaseEncoding(formats=formats, arithmetic=arithmetic, operands=operands, rounds_inputs=rounds_inputs)
 
 
 def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:

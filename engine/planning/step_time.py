@@ -329,7 +329,7 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     model = rank_model(workload, layout.parallel)
     shape, microbatches = model.shape, workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
-    check_encoding(machine, workload.base_dtype)
+    check_encoding(machine, workload.base_dtype, rounds_inputs=workload.rounds_inputs)
     times = _Times(workload, layout, model, machine, memory)
     costs, busiest, ranks = _costs(times, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)

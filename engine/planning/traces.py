@@ -509,7 +509,7 @@ def shape_layout(
         kernels=shape_backend(workload.kernels),
         context_method=parallel.context_method,
         attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dims[-1]),
-        base=shape_base(workload.formats, workload.kernels),
+        base=shape_base(workload.formats, workload.kernels, rounds_inputs=workload.rounds_inputs),
         fold=not workload.tenants,
     )
 

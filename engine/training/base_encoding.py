@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -18,7 +19,13 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
-from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded, merged_names
+from engine.layers.encoded_storage import (
+    EncodedEntry,
+    encoded_entries,
+    fill_encoded,
+    merged_names,
+    rounding_names,
+)
 from engine.layers.module import AdaptedModule, ShardedModule, shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
@@ -49,9 +56,11 @@ def base_encoding(config: RunConfig, device: torch.device, formats: Formats | No
     if name is None:
         return None
     if name != STORED:
-        return named_encoding(name, config.model.kernels, device)
-    assert formats is not None, "drawn weights are given the formats of a checkpoint only to measure it"
-    return _by_backend(formats, config.model.kernels, device)
+        base = named_encoding(name, config.model.kernels, device)
+    else:
+        assert formats is not None, "drawn weights are given the formats of a checkpoint only to measure it"
+        base = _by_backend(formats, config.model.kernels, device)
+    return replace(base, rounds_inputs=config.model.base_products == "codes")
 
 
 def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncoding:
@@ -108,6 +117,11 @@ def check_base(
     model = meta_model(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
     )
+    if base.rounds_inputs and not rounding_names(model):
+        raise UserError(
+            f"model.base_products is codes and model.base_dtype is {config.model.base_dtype}, but no frozen linear is "
+            "in fp8_block, mxfp8 or nvfp4: set model.base_products to decoded."
+        )
     if found := {entry.encoding.name for entry in encoded_entries(model)}:
         merged = merged_names(model)
         if config.model.base_dtype == STORED and merged and weights is not None:
@@ -226,6 +240,8 @@ def fill_base(
     log.info(base_sentence(config, entries, weights))
     if config.lora.merge_aware:
         log.info(merge_sentence(config, parts))
+    if config.model.base_products == "codes":
+        log.info(products_sentence(parts))
     shapes = [
         entry.spec.local_shape
         for part in parts
@@ -270,6 +286,17 @@ def merge_sentence(config: RunConfig, parts: Sequence[Decoder]) -> str:
     return (
         f"merge-aware training: {counted(len(merged), 'linear')} of this rank multiply with base and adapter merged "
         f"and rounded, as a merged checkpoint in the base's format has them{rest}"
+    )
+
+
+def products_sentence(parts: Sequence[Decoder]) -> str:
+    """Returns the log line on the linears of this rank whose products are of codes, and on those that are decoded."""
+    rounding = {name for part in parts for name in rounding_names(part)}
+    decoded = [_module(one.name) for part in parts for one in encoded_entries(part) if one.name not in rounding]
+    rest = f"; decoded: {counted(len(decoded), 'weight')}, {listed(decoded, most=3)}" if decoded else ""
+    return (
+        f"products with codes: inputs of {counted(len(rounding), 'weight')} of this rank are rounded in groups, to the "
+        f"format of the weight{rest}"
     )
 
 

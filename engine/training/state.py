@@ -88,6 +88,7 @@ def state_contents(
         "fingerprint": fingerprint,
         "sums": training.source.sums(),
         "dtype": config.model.base_dtype,
+        "products": config.model.base_products,
         "encodings": list(training.plan.encodings),
         "implementation": training.source.model.implementation,
     }
@@ -149,8 +150,12 @@ def check_state(
             f"{config.model.path} has {fingerprint}: give the base it was trained on ({checkpoint.base['path']})."
         )
     expect_base(checkpoint, source.weights, say)
-    # checkpoints from before this choice have none
-    _check_same("model", {"base_dtype": checkpoint.base.get("dtype")}, asdict(config.model), path, ("base_dtype",))
+    # checkpoints from before these choices have none
+    base = {
+        "base_dtype": checkpoint.base.get("dtype"),
+        "base_products": checkpoint.base.get("products", "decoded"),
+    }
+    _check_same("model", base, asdict(config.model), path, tuple(base))
     return checkpoint
 
 

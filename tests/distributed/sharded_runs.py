@@ -326,6 +326,7 @@ class Layout:
         dtype: of the weights that the model computes with.
         stored: dtype in which activations are kept for backward; None keeps theirs.
         base: the encoding in which frozen weights of the layers are stored.
+        rounds_inputs: their products are of codes, and of inputs rounded in groups.
         merge_aware: such weights take their adapters before they are rounded.
         rounded: frozen weights of the layers have the values that this encoding gives them, but are stored plain.
         plain: regular expression over the names of weights that are neither encoded nor rounded.
@@ -346,6 +347,7 @@ class Layout:
     dtype: torch.dtype = torch.float32
     stored: torch.dtype | None = None
     base: str | None = None
+    rounds_inputs: bool = False
     merge_aware: bool = False
     rounded: str | None = None
     plain: str = ""
@@ -406,11 +408,13 @@ class Run:
         more: dict[str, Any] = {"kernels": replace(NATIVE, product=multiply)} if layout.compiled else {}
         if (kind := case.config.attention_kind(0)).bidirectional or kind.sinks:  # which ring attention does not have
             more |= {"context_method": "ulysses", "attention_blocks": CPU_BLOCKS}
+        named = None if layout.base is None else BaseEncoding.named(layout.base)
+        base = None if named is None else replace(named, rounds_inputs=layout.rounds_inputs)
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
             experts=mesh.experts, fold=case.fold,
-            base=None if layout.base is None else BaseEncoding.named(layout.base), **more,
+            base=base, **more,
         )  # fmt: skip
         host = host_memory(CPU)
         self.kept = WeightPlacement(

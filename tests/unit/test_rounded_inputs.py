@@ -169,3 +169,27 @@ def test_products_are_those_of_the_rounded_numbers(name: str, rows: int, native:
     torch.testing.assert_close(weight.input_gradient(dy, None, 512).double(), expected, rtol=1e-5, atol=1e-5)
     moved = (expected - dy.double() @ numbers).norm() / expected.norm()
     assert (moved > 0.01) == rounds
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+def test_cuts_of_a_weight_have_the_products_of_the_whole(name: str) -> None:
+    """As tensor ranks have them: rows side by side, or columns whose products are added up."""
+    whole, _ = _weight(name, 1024)
+    generator = torch.Generator().manual_seed(5)
+    x, dy = torch.randn(33, 512, generator=generator), torch.randn(33, 1024, generator=generator)
+    y, dx = whole.product(x, None), whole.input_gradient(dy, None, 512)
+
+    def part(rows: slice, columns: slice) -> ScaledWeight:
+        of = replace(whole.weight, parts={}, sections=(rows.stop - rows.start,))
+        parts = whole.weight.encoding.cut(whole.weight.parts, rows, columns)
+        return replace(whole, weight=replace(of, parts=parts, in_features=columns.stop - columns.start))
+
+    low, high = (part(rows, slice(0, 512)) for rows in (slice(0, 256), slice(256, 1024)))
+    beside = torch.cat((low.product(x, None), high.product(x, None)), 1)
+    added = low.input_gradient(dy[:, :256], None, 512) + high.input_gradient(dy[:, 256:], None, 512)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(beside, y)
+    close(added, dx)
+    left, right = (part(slice(0, 1024), columns) for columns in (slice(0, 256), slice(256, 512)))
+    close(left.product(x[:, :256], None) + right.product(x[:, 256:], None), y)
+    close(torch.cat([one.input_gradient(dy, None, 256) for one in (left, right)], 1), dx)

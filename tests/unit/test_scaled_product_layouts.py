@@ -45,7 +45,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
 def test_torch_takes_the_operands(
     of: Format, major: int, rows: int, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's function of shapes, which takes tensors without memory for a GPU's, checks strides of operands, and shapes,
+    """torch's function of shapes, which takes tensors without memory for a GPU's, checks operands' strides, and shapes,
     strides, dtypes and order of scales."""
     _gpu(monkeypatch, major)
     a, b = empty_parts(input_format(of), tokens, columns, META), empty_parts(of, rows, columns, META)

@@ -1,11 +1,13 @@
-// A weight in a vendor's format with a low-rank update added, W + s B A, rounded to the codes of its format again and
-// decoded: what a merged checkpoint will hold. Bits are those of merged_decode in engine/kernels/reference_formats.py.
+// A weight in a vendor's format with a low-rank update added, W + s B A, rounded to the codes of its format again: what
+// a merged checkpoint will hold, decoded or in the place of the weight's own codes. Bits are those of merged_decode and
+// merge in engine/kernels/reference_formats.py.
 //
 // A strip of rows at a time, whose old and new numbers stay in the cache. A number's products are added one after
 // another, each rounded before it is added and after; a block of numbers that share a scale is then rounded as a whole.
 #include <cfloat>
 
 #include "formats.h"
+#include "merged_outputs.h"
 
 namespace formats {
 
@@ -176,24 +178,30 @@ float stored_scale(int scale_type, float scale) {
     return stored == 0 ? epsilon : stored;
 }
 
+Choice alone(float scale, int zero = INT4_ZERO) { return {scale, zero, scale}; }
+
+Choice of_tensor(float stored, float whole, bool over) {
+    return {over ? stored / whole : stored * whole, INT4_ZERO, stored};
+}
+
 // The scale of a block by its largest magnitude, which is finite; `whole` is the tensor's scale.
 template <int CODES>
-float fresh_scale(int scale_type, float largest, float whole) {
+Choice fresh_scale(int scale_type, float largest, float whole) {
     constexpr float code = CODES == E2M1 ? 6.0f : CODES == INT4 ? 7.5f : CODES == INT8 ? 127.0f : 448.0f;
     if (scale_type == OVER_TENSOR) {
         const float scale = std::min(largest / code * whole, 448.0f);
         const float stored = to_grid<float, 3, -6>(scale);
-        return (stored == 0 ? 0.125f : stored) / whole;
+        return of_tensor(stored == 0 ? 0.125f : stored, whole, true);
     }
     if (scale_type == TIMES_TENSOR) {
         const float scale = largest == 0 ? 1.0f : largest / (whole * code);
-        return to_grid<float, 3, -6>(std::min(std::max(scale, 0x1p-9f), 448.0f)) * whole;
+        return of_tensor(to_grid<float, 3, -6>(std::min(std::max(scale, 0x1p-9f), 448.0f)), whole, false);
     }
     if (scale_type == EXPONENT)  // one more from 1.75 of a power of 2 on
-        return power(((float_to_bits(largest) + (1 << 21)) >> 23) - (CODES == E2M1 ? 2 : 8));
+        return alone(power(((float_to_bits(largest) + (1 << 21)) >> 23) - (CODES == E2M1 ? 2 : 8)));
     const float scale = (CODES == INT8 ? (largest < SMALLEST ? SMALLEST : largest) : largest) / code;
-    if (scale_type == EXPONENT_ABOVE) return power((float_to_bits(scale) + 0x7FFFFF) >> 23);
-    return stored_scale(scale_type, scale);
+    if (scale_type == EXPONENT_ABOVE) return alone(power((float_to_bits(scale) + 0x7FFFFF) >> 23));
+    return alone(stored_scale(scale_type, scale));
 }
 
 // A block of numbers that share a scale, rows `ld` apart: old ones, and new ones that get codes.
@@ -217,24 +225,19 @@ struct Block {
     }
 };
 
-struct Choice {
-    float scale;
-    int zero;
-};
-
 // The scale, and the zero point, of a block that does not keep its own.
 template <int CODES>
 Choice fresh(const Matrix& of, int64_t row, const Block& block) {
     const float largest = block.largest([](Int bits) { return bits & 0x7FFFFFFF; });
-    if (!(largest < INFINITY)) return {NAN, 0};
+    if (!(largest < INFINITY)) return alone(NAN, 0);
     if (CODES != INT4 || !of.zeros)
-        return {fresh_scale<CODES>(of.scale_type, largest, of.tensor_scale ? of.tensor_scale[row] : 1.0f), INT4_ZERO};
+        return fresh_scale<CODES>(of.scale_type, largest, of.tensor_scale ? of.tensor_scale[row] : 1.0f);
     const float highest = block.largest([](Int bits) { return bits; });
     const float below = block.largest([](Int bits) { return bits < 0 ? bits & 0x7FFFFFFF : 0 * bits; });
     const float span = (highest + below) / 15.0f;
-    if (!(span < INFINITY)) return {NAN, 0};
+    if (!(span < INFINITY)) return alone(NAN, 0);
     const float zero = span > 0 ? below / span : 0.0f;
-    return {stored_scale(of.scale_type, span), zero < INFINITY ? (int)std::nearbyint(std::min(zero, 15.0f)) : 0};
+    return alone(stored_scale(of.scale_type, span), zero < INFINITY ? (int)std::nearbyint(std::min(zero, 15.0f)) : 0);
 }
 
 // Numbers / scale go to `quotients` [rows, padded columns]. Says whether each has a code under its scale, or is the old
@@ -256,24 +259,25 @@ bool divide(const Block& block, const float* scales, Reach reach, bool keeps_sca
     return in_all_lanes(fits);
 }
 
-// out = what the codes of a block that does not keep its scale are worth.
-template <int CODES, class T>
-void round_changed(const Matrix& of, int64_t row, const Block& block, T* out, int64_t ld_out) {
+// Gives the block at this row and column, which does not keep its scale, a new one, and its numbers codes.
+template <int CODES, class Out>
+void round_changed(const Matrix& of, int64_t row, int64_t column, const Block& block, const Out& out) {
     const Choice choice = fresh<CODES>(of, row, block);
+    out.rescale(of, row, block.rows, column / of.group, choice);
     for (int64_t i = 0; i < block.rows; ++i)
         for (int64_t c = 0; c < block.columns; c += LANES) {
             const int64_t count = std::min<int64_t>(LANES, block.columns - c);
             const Float quotient = simd::load_up_to(block.sums + i * block.ld + c, count) / choice.scale;
-            simd::store_up_to(out + i * ld_out + c, nearest<CODES>(quotient, choice.zero) * choice.scale, count);
+            out.put(row + i, column + c, count, nearest<CODES>(quotient, choice.zero), choice.scale, choice.zero);
         }
 }
 
-// out = what the new numbers' codes are worth. scales: one a row.
-template <int CODES, class T>
-void round_block(const Matrix& of, int64_t row, const Block& block, const float* scales, int zero, float* quotients,
-                 T* out, int64_t ld_out) {
+// Gives the numbers of the block at this row and column their codes. scales: one a row.
+template <int CODES, class Out>
+void round_block(const Matrix& of, int64_t row, int64_t column, const Block& block, const float* scales, int zero,
+                 float* quotients, const Out& out) {
     if (!divide(block, scales, Reach::of<CODES>(zero), of.keeps_scales, quotients)) {
-        round_changed<CODES>(of, row, block, out, ld_out);
+        round_changed<CODES>(of, row, column, block, out);
         return;
     }
     const int64_t ld = padded(block.columns);
@@ -282,15 +286,16 @@ void round_block(const Matrix& of, int64_t row, const Block& block, const float*
             const int64_t count = std::min<int64_t>(LANES, block.columns - c);
             const Float sum = simd::load_up_to(block.sums + i * block.ld + c, count);
             const Float old = simd::load_up_to(block.old + i * block.ld + c, count);
-            const Float value = nearest<CODES>(simd::load(quotients + i * ld + c), zero) * scales[i];
-            simd::store_up_to(out + i * ld_out + c, sum == old ? old : value, count);
+            const Float value = nearest<CODES>(simd::load(quotients + i * ld + c), zero);
+            out.keep(row + i, column + c, count, value, scales[i], zero, sum == old, old);
         }
 }
 
 // As round_block, of a block of one row of N vectors: the numbers are written as if it kept its scale. Says whether it
 // does.
-template <int CODES, int N, class T>
-SIMD_INLINE bool round_vectors(const float* old, const float* sums, float scale, int zero, T* out) {
+template <int CODES, int N, class Out>
+SIMD_INLINE bool round_vectors(int64_t row, int64_t column, const float* old, const float* sums, float scale, int zero,
+                               const Out& out) {
     const Reach reach = Reach::of<CODES>(zero);
     Float quotient[N];
     Int fits = {};
@@ -303,17 +308,17 @@ SIMD_INLINE bool round_vectors(const float* old, const float* sums, float scale,
     }
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
-        const Float before = simd::load(old + v * LANES), value = nearest<CODES>(quotient[v], zero) * scale;
-        simd::store(out + v * LANES, simd::load(sums + v * LANES) == before ? before : value);
+        const Float before = simd::load(old + v * LANES), value = nearest<CODES>(quotient[v], zero);
+        out.keep(row, column + v * LANES, LANES, value, scale, zero, simd::load(sums + v * LANES) == before, before);
     }
     return in_all_lanes(fits);
 }
 
-template <int CODES, class T>
+template <int CODES, class Out>
 class Merged {
 public:
-    Merged(const Matrix& of, const Factors& factors, T* out, int64_t ld_out)
-        : of_(of), factors_(factors), out_(out), ld_out_(ld_out), groups_(of.groups()) {
+    Merged(const Matrix& of, const Factors& factors, const Out& out)
+        : of_(of), factors_(factors), out_(out), groups_(of.groups()) {
         const bool whole = of.group >= of.columns;
         strip_ = of.joint > 1 ? of.joint : STRIP;
         item_ = of.joint > 1 ? of.joint : whole ? STRIP : ITEM;
@@ -355,8 +360,8 @@ private:
                 const Block block = {std::min(of_.joint, rows - i), std::min(of_.group, columns - c),
                                      old + i * ld_ + c, sums + i * ld_ + c, ld_};
                 for (int64_t j = 0; j < block.rows; ++j) of_rows[j] = scales[(i + j) / of_.granule * groups_ + group];
-                round_block<CODES>(of_, row + i, block, of_rows, CODES == INT4 ? zero_point(of_, row + i, group) : 0,
-                                   quotients, out_ + (row + i) * ld_out_ + column + c, ld_out_);
+                round_block<CODES>(of_, row + i, column + c, block, of_rows,
+                                   CODES == INT4 ? zero_point(of_, row + i, group) : 0, quotients, out_);
             }
     }
 
@@ -368,28 +373,48 @@ private:
         int32_t changed[WIDTH / LANES];
         for (int64_t i = 0; i < rows; ++i) {
             const float *scale = scales + i * groups_ + first_group, *before = old + i * ld_, *after = sums + i * ld_;
-            T* to = out_ + (row + i) * ld_out_ + column;
             int64_t count = 0;
             for (int64_t g = 0; g < groups; ++g) {
                 const int64_t c = g * N * LANES;
                 const int zero = CODES == INT4 ? zero_point(of_, row + i, first_group + g) : 0;
                 changed[count] = (int32_t)g;
-                count += !round_vectors<CODES, N>(before + c, after + c, scale[g], zero, to + c);
+                count += !round_vectors<CODES, N>(row + i, column + c, before + c, after + c, scale[g], zero, out_);
             }
             for (int64_t j = 0; j < count; ++j) {
                 const int64_t g = changed[j], c = g * N * LANES;
                 const Block block = {1, N * LANES, before + c, after + c, ld_};
-                round_changed<CODES>(of_, row + i, block, to + c, ld_out_);
+                round_changed<CODES>(of_, row + i, column + c, block, out_);
             }
         }
     }
 
     const Matrix of_;
     const Factors factors_;
-    T* const out_;
-    const int64_t ld_out_, groups_;
+    const Out out_;
+    const int64_t groups_;
     int64_t strip_, item_, width_, ld_;
 };
+
+// Where the factors are widened to, and the work on a matrix.
+template <class Work>
+void with_factors(int type, int64_t rows, int64_t columns, int64_t rank, const void* b, int64_t ld_b, const void* a,
+                  int64_t ld_a, float scale, Work work) {
+    const int64_t ld = odd_lines(columns + LANES);  // a group may begin inside a vector
+    float *wide_a = common::scratch<5>(rank * ld), *wide_b = common::scratch<6>(rows * rank);
+    std::fill(wide_a, wide_a + rank * ld, 0.0f);
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        simd::widen_rows((const T*)b, ld_b, rows, rank, wide_b, rank);
+        simd::widen_rows((const T*)a, ld_a, rank, columns, wide_a, ld);
+    });
+    work(Factors{rank, wide_b, wide_a, ld, scale});
+}
+
+template <int CODES, class Out>
+void merge_rows(int threads, const Matrix& of, const Factors& factors, const Out& out) {
+    const Merged<CODES, Out> merged(of, factors, out);
+    common::parallel_for(threads, merged.items(), [&](int64_t item) { merged.run(item); });
+}
 
 }  // namespace
 
@@ -405,21 +430,29 @@ EXPORT void engine_merged_decode(int threads, int type, int64_t rows, int64_t co
                                  int64_t ld_a, float scale, void* out, int64_t ld_out) {
     const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,   ld_scales,
                                 joint, granule, group, tensor_scale, zeros,      ld_zeros, keeps_scales != 0};
-    const int64_t ld = formats::odd_lines(columns + simd::LANES);  // a group may begin inside a vector
-    float *wide_a = common::scratch<5>(rank * ld), *wide_b = common::scratch<6>(rows * rank);
-    std::fill(wide_a, wide_a + rank * ld, 0.0f);
-    simd::with_type(factor_type, [=](auto zero) {
-        using T = decltype(zero);
-        simd::widen_rows((const T*)b, ld_b, rows, rank, wide_b, rank);
-        simd::widen_rows((const T*)a, ld_a, rank, columns, wide_a, ld);
-    });
-    const formats::Factors factors = {rank, wide_b, wide_a, ld, scale};
-    simd::with_type(type, [&](auto zero) {
-        using T = decltype(zero);
-        formats::with_codes(code_type, [&](auto kind) {
-            const formats::Merged<kind(), T> merged(of, factors, (T*)out, ld_out);
-            common::parallel_for(threads, merged.items(), [&](int64_t item) { merged.run(item); });
+    formats::with_factors(factor_type, rows, columns, rank, b, ld_b, a, ld_a, scale, [&](const auto& factors) {
+        simd::with_type(type, [&](auto zero) {
+            using T = decltype(zero);
+            formats::with_codes(code_type, [&](auto kind) {
+                formats::merge_rows<kind()>(threads, of, factors, formats::Numbers<T>{(T*)out, ld_out});
+            });
         });
     });
 }
 REPLAYED(engine_merged_decode)
+
+// The same, with the codes, and the scales and zero points of blocks that get new ones, in place of the base's.
+EXPORT void engine_merge_in_place(int threads, int64_t rows, int64_t columns, int code_type, uint8_t* codes,
+                                  int64_t ld_codes, int scale_type, void* scales, int64_t ld_scales, int64_t joint,
+                                  int64_t granule, int64_t group, const float* tensor_scale, uint8_t* zeros,
+                                  int64_t ld_zeros, int keeps_scales, int factor_type, int64_t rank, const void* b,
+                                  int64_t ld_b, const void* a, int64_t ld_a, float scale) {
+    const formats::Matrix of = {rows,  columns, codes, ld_codes,     scale_type, scales,   ld_scales,
+                                joint, granule, group, tensor_scale, zeros,      ld_zeros, keeps_scales != 0};
+    formats::with_factors(factor_type, rows, columns, rank, b, ld_b, a, ld_a, scale, [&](const auto& factors) {
+        formats::with_codes(code_type, [&](auto kind) {
+            const formats::CodeRows<kind()> out = {codes, ld_codes, scales, ld_scales, zeros, ld_zeros};
+            formats::merge_rows<kind()>(threads, of, factors, out);
+        });
+    });
+}

@@ -66,6 +66,9 @@ class RolloutOptions:
         cuda_graph: Replay of the passes that sample a token of each completion: as CUDA graphs, so that a GPU does not
             wait for the CPU to launch their kernels, and on a CPU as recorded calls, without the Python around them.
             "auto" where the layout and the model allow it (where they do not, the reason is logged), or "none".
+        merge_once: Whether the codes of lora.merge_aware are made once for each generation batch, and the base's kept
+            beside them meanwhile, in the memory that they take; false merges each matrix in each pass. It is the same
+            sampling.
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion gets in full; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave out of a step the prompts all of whose completions have the same reward, as nothing
@@ -141,6 +144,7 @@ class RolloutOptions:
     steps_per_generation: int = option(1, REPORTED)
     slots: int = option(32, IGNORED)  # rows that are computed together
     cuda_graph: DecodeGraph = option("auto", IGNORED)
+    merge_once: bool = option(True, IGNORED)
     overlong_buffer: int | None = option(None, REPORTED)
     drop_uniform_groups: bool = option(False, REPORTED)
     reward_workers: int = option(1, IGNORED)  # processes

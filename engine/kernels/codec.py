@@ -30,8 +30,9 @@ class Arithmetic:
         row_decode: codes, scales [O], out.
         block_decode: format, parts, out.
         merged_decode: format, parts, b [O, R], a [R, I], scale, out: the base with an adapter in its format.
-        merged_stack: the same of M matrices in one launch, each argument with M as its first dimension; None where a
-            backend has no such.
+        merge_in_place: format, parts, b [O, R], a [R, I], scale: the same as parts, in place of the base's.
+        merged_stack: `merged_decode` of M matrices in one launch, each argument with M as its first dimension; None
+            where a backend has no such.
         few_rows_product: format, parts, x [T, I], out [T, O] in x's dtype, rows of both any distance apart: x W^T,
             where W has the numbers of `block_decode` in x's dtype and is in no memory. Sums are fp32, rounded once.
             None where a backend has no such.
@@ -48,6 +49,9 @@ class Arithmetic:
     block_decode: Callable[[Format, Mapping[str, Tensor], Tensor], None] = reference_formats.block_decode
     merged_decode: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] = (
         reference_formats.merged_decode
+    )
+    merge_in_place: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float], None] = (
+        reference_formats.merge_in_place
     )
     merged_stack: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] | None = None
     few_rows_product: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor], None] | None = None

@@ -101,6 +101,16 @@ def merge(of: Format, parts: Parts, b_OR: Tensor, a_RI: Tensor, scale: float) ->
     return merged
 
 
+def merge_in_place(of: Format, parts: Parts, b_OR: Tensor, a_RI: Tensor, scale: float) -> None:
+    """Writes what `merge` gives into the parts of the base.
+
+    Args:
+        of, parts, b_OR, a_RI, scale: as of `merge`.
+    """
+    for chunk in row_chunks(of, b_OR.shape[0], a_RI.shape[1]):
+        _store(of, parts, chunk, _merged_rows(of, rows_of(of, parts, chunk), b_OR[chunk], a_RI, scale))
+
+
 def requantise(of: Format, parts: Parts, numbers_OI: Tensor) -> dict[str, Tensor]:
     """Returns the parts of a matrix near the one that `parts` stand for.
 

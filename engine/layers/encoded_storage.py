@@ -28,7 +28,7 @@ from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
-from engine.ops.merged_weight import Factors, MergedRows, MergedWeight, merged_rows
+from engine.ops.merged_weight import Factors, MergedRows, MergedWeight, MergeState, merge_in_place, merged_rows
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
 from engine.ops.scaled_products import has_gradient, is_scaled, require_scaled_device, require_scaled_sizes
 from engine.ops.scaled_weight import ScaledWeight
@@ -256,6 +256,8 @@ class EncodedStorage(nn.Module):
         self.entries = tuple(entries)
         self.merged: list[str] = []
         """Names of the weights that take adapters before they are rounded."""
+        self.state = MergeState()
+        self._merging: list[MergedRows] = []
 
     @property
     def is_decoded(self) -> bool:
@@ -309,6 +311,7 @@ class EncodedStorage(nn.Module):
             if section.own is not None:
                 _check_whole_scales(entry)
                 self.merged.append(entry.name)
+                self._merging.append(section)
         return sections
 
     def merged_operand(self, dtype: torch.dtype, adapters: Sequence[Factors]) -> MergedWeight:
@@ -319,7 +322,18 @@ class EncodedStorage(nn.Module):
         """
         sections = self.merged_sections(adapters)
         self._scratch.announce((self.weight.out_features, self.weight.in_features), dtype)
-        return MergedWeight(weight=self.weight, dtype=dtype, scratch=self._scratch, sections=sections)
+        return MergedWeight(weight=self.weight, dtype=dtype, scratch=self._scratch, sections=sections, state=self.state)
+
+    def merging_tensors(self) -> list[Tensor]:
+        """Returns what `merge_in_place` reads and writes: the memory, and the adapters' factors."""
+        return [self.memory, *(x for one in self._merging if one.own is not None for x in (one.own.b_OR, one.own.a_RI))]
+
+    @torch.no_grad()
+    def merge_in_place(self) -> None:
+        """Writes the codes of merged weights in place of the base's, from the adapters as they are now."""
+        assert not self.state.in_codes, "the base's codes are not here"
+        merge_in_place(self.weight.encoding, self._merging)
+        self.state.in_codes = True
 
 
 def _view(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

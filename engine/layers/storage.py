@@ -16,7 +16,7 @@ weights, lets them arrive at the units of the next forward (`WeightPlacement.att
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -186,10 +186,44 @@ class WeightPlacement:
             return [entry.shard]
         return storage.shards(entry.name, view, entry.spec, *storage.run(view, self._axes[entry.spec.data].rank))
 
+    def transfers(self, views: Iterable[Tensor]) -> tuple[AsyncTransfer, ...]:
+        """Returns what brings the storages of some views; nothing where they are here all the time."""
+        keys = map(_key, views)
+        return tuple(dict.fromkeys(self._transfers[key] for key in keys if key in self._transfers))
+
+    @contextmanager
+    def rewrite(self, memory: Sequence[Tensor], transfers: Iterable[AsyncTransfer]) -> Iterator[None]:
+        """Has frozen storages whole, to be written within; what waits is kept from them then. Collective where weights
+        are sharded.
+
+        Args:
+            memory: a view of each of the storages.
+            transfers: of these, and of what else is read within.
+        """
+        for transfer in transfers:
+            transfer.take()
+        yield
+        for view in memory:
+            if (storage := self._waiting(view)) is not None:
+                storage.keep()
+        for transfer in transfers:
+            transfer.release()
+
+    def waiting_memory(self, memory: Tensor) -> Tensor:
+        """Returns what this rank keeps of a frozen storage while nothing computes with it."""
+        storage = self._sharded.get(_key(memory))
+        if storage is not None:
+            return storage.part
+        away = self._away.get(_key(memory))
+        return memory if away is None else away.host
+
+    def _waiting(self, view: Tensor) -> ShardedStorage | HostStorage | None:
+        return self._sharded.get(_key(view)) or self._away.get(_key(view))
+
     @contextmanager
     def materialize(self, view: Tensor) -> Iterator[None]:
         """Memory for the whole storage of a frozen `view`, to be written within; what waits is kept from it then."""
-        storage = self._sharded.get(_key(view)) or self._away.get(_key(view))
+        storage = self._waiting(view)
         if storage is not None:
             storage.make()
         yield

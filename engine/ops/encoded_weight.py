@@ -115,6 +115,11 @@ class EncodedWeight:
         return next(iter(self.weight.parts.values())).device
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether the stored codes have the linear's adapters in them (see `engine.ops.merged_weight`)."""
+        return False
+
+    @property
     def by_row(self) -> bool:
         """Returns whether products take x as codes with a scale for each row."""
         return self.weight.by_row

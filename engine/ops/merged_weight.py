@@ -8,7 +8,9 @@ arXiv 1308.3432), so that A and B have the gradients of plain LoRA; H is made fo
 part already.
 
 Q(M) is made where a plain encoded weight is decoded: for each product, in the memory that all matrices share. A and B
-are those that the model computes with, whose rounding to its dtype is part of the run.
+are those that the model computes with, whose rounding to its dtype is part of the run. While nothing trains, the codes
+of Q(M) may stand in place of W's instead (`MergeState`, see engine.layers.merged_codes): products then read them as
+those of any encoded weight without adapters.
 
 Legend: O, I features of a linear's output and input, R rows of an adapter's A.
 """
@@ -44,6 +46,17 @@ class Factors(NamedTuple):
     b_OR: Tensor
     a_RI: Tensor
     scale: float
+
+
+@dataclass(slots=True)
+class MergeState:
+    """Says how the codes of one storage are to be read, to all that read them.
+
+    Args:
+        in_codes: whether they are those of Q(M), and not of W.
+    """
+
+    in_codes: bool = False
 
 
 class MergedRows(NamedTuple):
@@ -98,6 +111,14 @@ def decode_merged(encoding: Encoding, sections: Sequence[MergedRows], out_OI: Te
     return out_OI
 
 
+def merge_in_place(encoding: Encoding, sections: Iterable[MergedRows]) -> None:
+    """Writes the codes and scales of Q(W + s B A) in place of those of W, where there is an adapter."""
+    for _, parts, own in sections:
+        if own is not None:
+            assert encoding.format is not None
+            encoding.arithmetic.merge_in_place(encoding.format, parts, own.b_OR, own.a_RI, own.scale)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedLowRank(LowRank):
     """Adapters that the weight they stand beside has in it already: they add nothing to its products."""
@@ -128,9 +149,15 @@ class MergedWeight(EncodedWeight):
 
     Args:
         sections: of the weight, with their adapters.
+        state: of the codes.
     """
 
     sections: tuple[MergedRows, ...]
+    state: MergeState
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.state.in_codes
 
     def product(
         self,

@@ -187,14 +187,17 @@ SEPARATE, FOLDED, FOLDED_FORWARD, JOINED = Separate(), Folded(), FoldedForward()
 
 
 def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperands:
-    """Returns the operands with the adapters of the context's tokens: none where it excludes them, and those of the
-    choice where tokens differ in them. Where text is generated, nothing is kept for a backward."""
+    """Returns the operands with the adapters of the context's tokens: none where it excludes them or the weight has
+    them in its codes, and those of the choice where tokens differ in them. Where text is generated, nothing is kept for
+    a backward."""
     if context.choice is not None and context.adapters:
         chosen: LinearOperands = context.choice.chosen(operands)
         return chosen
     if operands.low_rank is None:
         return operands
-    if context.adapters:
+    in_codes = operands.encoded is not None and operands.encoded.has_adapters
+    assert context.adapters or not in_codes, "the base without adapters is not here"
+    if context.adapters and not in_codes:
         keeps = context.cache is None or operands.forward_way is not FOLDED
         return operands if keeps else replace(operands, forward_way=FOLDED_FORWARD)
     return replace(operands, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)

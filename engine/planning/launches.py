@@ -320,13 +320,19 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
         if one.name not in ("multiply", "multiply_groups")
     }
     decoders = {name: merge if name == "merged_decode" else decode for name in DECODERS}
-    arithmetic = replace(PLAIN, **decoders, merged_stack=merge if kernels == "triton" else None)
+    in_place = counter.kernel(base.arithmetic.merge_in_place, "merge in place", _merging_in_place, kind="vector kernel")
+    stack = merge if kernels == "triton" else None
+    arithmetic = replace(PLAIN, **decoders, merged_stack=stack, merge_in_place=in_place)
     return replace(base, arithmetic=arithmetic, operands=replace(base.operands, **makers))
 
 
 def _merging(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float, out_OI: Tensor) -> float:
     """Returns the arithmetic of the sum B A, number by number: a product and an addition each as long as both fused."""
     return 4.0 * b_OR.shape[-1] * out_OI.numel()
+
+
+def _merging_in_place(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float) -> float:
+    return 4.0 * b_OR.shape[0] * a_RI.numel()
 
 
 def _no_products(*_: Any, **__: Any) -> float:

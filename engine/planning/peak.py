@@ -184,11 +184,27 @@ class _Rank:
         )
 
     def _sampling(self) -> int:
-        """Counts the cache, and what passes take beside it."""
+        """Counts the cache, what passes take beside it, and the base's codes where merged ones stand in their place."""
         samples = self._workload.samples
         assert samples is not None
         predict: SamplesPredictor = resolve(samples.predictor)
-        return predict(self._workload, self._layout, None).peak
+        kept = self._kept_codes()
+        if self._workload.offload_weights:
+            kept -= self._kept_on_host()
+        return predict(self._workload, self._layout, None).peak + kept
+
+    def _kept_codes(self) -> int:
+        """Counts the base's codes that are kept while completions are sampled from merged ones."""
+        if not self._workload.merges_once:
+            return 0
+        merged = Counter[str]()
+        for group in self._groups():
+            merged[group.data] += group.merged
+        return self._held(self._sharding.weights, merged)
+
+    def _kept_on_host(self) -> int:
+        """Counts those of offloaded weights."""
+        return sum(group.merged_moved for group in self._groups()) if self._workload.merges_once else 0
 
     def _units(self) -> Iterator[tuple[Parameters, ...]]:
         """Yields the parameters of this rank's layers and ends, in the order of forward."""
@@ -315,6 +331,7 @@ class _Rank:
         weights = state = 0
         if self._workload.offload_weights:
             weights = sum(group.moved_bytes(self._workload.dtype.itemsize) for group in self._groups())
+            weights += self._kept_on_host()
         if self._workload.offload_optimizer:
             state = (NUM_STATES + self._references) * self._held(self._sharding.masters, self._flat())
         return weights + state

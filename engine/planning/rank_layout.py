@@ -148,6 +148,7 @@ class SamplesCost:
         turns: of each completion.
         result_tokens: tokens of the results between two turns.
         between: seconds of the passes of these.
+        merging: seconds in which merge-aware adapters are put into codes before the first pass.
     """
 
     cache: int
@@ -162,13 +163,14 @@ class SamplesCost:
     turns: int = 1
     result_tokens: int = 0
     between: float = 0.0
+    merging: float = 0.0
     nbytes: int = 0
     choice_launches: int = 0
     choice_bytes: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.prefill + self.decode + self.between
+        return self.prefill + self.decode + self.between + self.merging
 
 
 class Companion(NamedTuple):
@@ -286,6 +288,17 @@ class Workload:
     def formats(self) -> Formats | None:
         """Name of a weight -> how it is stored where it does not train; None where all have `dtype`."""
         return self.stored if self.base_dtype == STORED else _everywhere(self.base_dtype)
+
+    @property
+    def merges_once(self) -> bool:
+        """Whether completions are sampled from codes that were merged before their first pass."""
+        samples = self.samples
+        return (
+            samples is not None
+            and samples.options.server is None
+            and samples.options.merge_once
+            and self.plan.merge_aware
+        )
 
     def shared_rows(self, layout: Layout) -> SharedRows | None:
         """Returns the rows that compute beginnings once under a layout; None where none do."""

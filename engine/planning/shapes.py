@@ -16,6 +16,7 @@ from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage, encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.merged_codes import merging_storages
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
@@ -75,6 +76,8 @@ class Parameters:
         copied: of those, the trained ones, of which the device keeps a copy.
         encoded: bytes of the weights that are stored encoded.
         encoded_moved: of those, bytes of the storages that are offloaded, where frozen weights are.
+        merged: of `encoded`, bytes of the storages with a weight that takes adapters before it is rounded.
+        merged_moved: of those, what is offloaded, where frozen weights are.
         whole: elements, of `base` and `adapters`, that stay on every rank where weights are sharded.
     """
 
@@ -87,6 +90,8 @@ class Parameters:
     copied: int = 0
     encoded: int = 0
     encoded_moved: int = 0
+    merged: int = 0
+    merged_moved: int = 0
     whole: int = 0
 
     def base_bytes(self, itemsize: int) -> int:
@@ -246,16 +251,24 @@ def _layer_parameters(layer: nn.Module) -> tuple[Parameters, ...]:
     for data in dict.fromkeys(entry.spec.data for entry in (*plain, *memories)):
         found = _parameters([entry for entry in plain if entry.spec.data == data], data)
         sizes = [entry.parameter.nbytes for entry in memories if entry.spec.data == data]
+        merging = [one.memory.nbytes for one in merging_storages((layer,)) if one.entry.spec.data == data]
         largest = [prod(entry.spec.local_shape) for entry in encoded if entry.spec.data == data]
         groups.append(
             replace(
                 found,
                 encoded=sum(sizes),
-                encoded_moved=sum(size for size in sizes if size >= STAYS_BELOW),
+                encoded_moved=_moved(sizes),
+                merged=sum(merging),
+                merged_moved=_moved(merging),
                 largest=max([found.largest, *largest]),
             )
         )
     return tuple(groups)
+
+
+def _moved(sizes: Iterable[int]) -> int:
+    """Returns the bytes of those storages of bytes that are offloaded, where frozen weights are."""
+    return sum(size for size in sizes if size >= STAYS_BELOW)
 
 
 def _parameters(entries: Iterable[ShardEntry], data: str = "dp_cp") -> Parameters:

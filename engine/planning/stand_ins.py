@@ -34,9 +34,9 @@ def shape_base(formats: Formats | None, kernels: str, *, rounds_inputs: bool = F
     """
     if formats is None:
         return None
-    arithmetic, operands = PLAIN, PLAIN_OPERANDS
+    arithmetic, operands = replace(PLAIN, merge_in_place=_merge_in_place), PLAIN_OPERANDS
     if kernels != "reference":
-        arithmetic = replace(PLAIN, **dict.fromkeys(DECODERS, write_in_place))
+        arithmetic = replace(arithmetic, **dict.fromkeys(DECODERS, write_in_place))
     operands = replace(operands, multiply_groups=partial(plain_multiply, decode=arithmetic.block_decode))
     if kernels == "triton":
         arithmetic = replace(arithmetic, merged_stack=write_in_place)
@@ -49,6 +49,10 @@ def shape_base(formats: Formats | None, kernels: str, *, rounds_inputs: bool = F
             multiply_groups=gpu_multiply,
         )
     return BaseEncoding(formats=formats, arithmetic=arithmetic, operands=operands, rounds_inputs=rounds_inputs)
+
+
+def _merge_in_place(*_: Any) -> None:
+    """Writes nothing."""
 
 
 def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:

@@ -29,6 +29,7 @@ from engine.inference.model_part import InferenceStage
 from engine.inference.options import Sampling
 from engine.inference.pages import PAGE
 from engine.inference.prompt_coordinates import text_coordinates
+from engine.layers.merged_codes import merging_storages
 from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.layer_kinds import layer_kinds
 from engine.planning.launch_times import launch_seconds
@@ -62,6 +63,7 @@ class _Traced:
         prompts: in the pass of prompts.
         prefill, decode: launches of the passes.
         turn: launches of the pass between two turns of a row; none where completions have one turn.
+        merges: launches that merge adapters into codes before the first pass.
         graphs: whether decode passes can be graphs.
     """
 
@@ -71,6 +73,7 @@ class _Traced:
     prefill: tuple[Launch, ...]
     decode: tuple[Launch, ...]
     turn: tuple[Launch, ...]
+    merges: tuple[Launch, ...]
     graphs: bool
 
 
@@ -98,7 +101,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
     graphed = traced.graphs and samples.options.cuda_graph == "auto" and workload.device_type == "cuda"
     graphed = graphed and parallel.pipeline == 1 and parallel.expert == 1 and parallel.shard != "parameters"
     turns = (samples.options.max_turns or _TURNS) if samples.options.takes_turns else 1
-    prefill = decode = each = between = 0.0
+    prefill = decode = each = between = merging = 0.0
     host_limits = False
     if machine is not None:
         ahead, host = _seconds(traced.prefill, machine)
@@ -112,6 +115,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
             between = (
                 rows * (turns - 1) * max(device + _links(workload, layout, machine, _result_tokens(samples)), host)
             )
+        merging = max(_seconds(traced.merges, machine)) / parallel.pipeline
         device, host = _seconds(traced.decode, machine.graphed() if graphed else machine)
         device += _links(workload, layout, machine, slots)
         each, host_limits = max(device, host), host > device
@@ -126,6 +130,7 @@ def predict_rollout(workload: Workload, layout: Layout, machine: Machine | None)
         turns=turns,
         result_tokens=_result_tokens(samples) if turns > 1 else 0,
         between=between,
+        merging=merging,
         pass_seconds=each,
         launches=sum(one.count for one in traced.decode),
         nbytes=sum(one.nbytes for one in traced.decode),
@@ -254,6 +259,7 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
     marks = _LayerMarks(model, kinds, counter)
     cache = cache_size(options, prompt=samples.prompt, row=workload.seq_length)
     with recording, counter, TorchAttention(counter), torch.no_grad():
+        merges = _merges(model, kinds, counter) if workload.merges_once else ()
         before, begin = recording.alive(), len(recording.events)
         stage = InferenceStage(
             model,
@@ -296,8 +302,24 @@ def _trace(workload: Workload, parallel: ParallelOptions) -> _Traced:
             prefill=prefill,
             decode=decode,
             turn=turn,
+            merges=merges,
             graphs=stage.graph_obstacle is None,
         )
+
+
+def _merges(model: Decoder, kinds: Sequence[int], counter: LaunchCounter) -> tuple[Launch, ...]:
+    """Puts merged codes in the place of the base's; returns the launches for the whole model.
+
+    Args:
+        model, kinds, counter: as of `_LayerMarks`.
+    """
+    layers = []
+    for layer in model.called_layers.values():
+        counter.launches.clear()
+        for storage in merging_storages((layer,)):
+            storage.merge_in_place()
+        layers.append(tuple(counter.launches))
+    return tuple(chain.from_iterable(layers[kind] for kind in kinds))
 
 
 def _sampling(samples: Samples) -> Sampling:

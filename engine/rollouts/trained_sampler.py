@@ -8,6 +8,7 @@ layout, but for the rounding of logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.inference.rows import Request
 from engine.inference.waiting_rows import RECOMPUTED
+from engine.layers.merged_codes import merged_codes
 from engine.rollouts.cache_size import PREFILL_TOKENS, cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import ConversationParts, Sampled
@@ -78,6 +80,7 @@ class TrainedSampler:
         together = config.parallel.shard == "parameters" or config.parallel.expert > 1
         self._others = mesh.dp_cp if together else None
         self._capture = decode_capture(rollout.cuda_graph, training.stages.step.device)
+        self._merges_once = config.lora.merge_aware and rollout.merge_once
         self.notes: tuple[str, ...] = ()
         """What the passes do without, of the last rollout; see `engine.inference.model_part.InferenceStage`."""
 
@@ -115,6 +118,16 @@ class TrainedSampler:
         """
         # a rank that has no prompts runs no forward, which would take part in gathering the weights of the last step
         self._training.optimizer.flat.finish_publish()
+        with self._merged():
+            return self._sampled(prompts, generation)
+
+    def _merged(self) -> AbstractContextManager[None]:
+        """Has a merge-aware run's codes made once, from the weights as they are, for all passes within."""
+        if not self._merges_once:
+            return nullcontext()
+        return merged_codes(self._training.parts, self._training.weights)
+
+    def _sampled(self, prompts: Sequence[Prompt], generation: int) -> list[Sampled]:
         copies, members = self._training.mesh.dp_cp, self._rollout.num_generations
         total, width = len(prompts) * members, self._rollout.max_completion_length
         # neighbours, as those of one prompt share its pass and its cache

@@ -11,6 +11,7 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.shared_base import SharedBase
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.objectives.build import build_objective
@@ -54,6 +55,7 @@ class Training:
     objective: Objective
     reducer: GradientReducer
     step: TrainStep
+    weights: WeightPlacement
     graphs: Graphs | None = None
     """What the loop calls in place of `step`, where graphs are asked for."""
 
@@ -136,6 +138,7 @@ def build_training(
         objective=objective,
         reducer=reducer,
         step=step,
+        weights=weights,
         graphs=graphs,
     )
 

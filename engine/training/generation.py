@@ -38,6 +38,7 @@ from engine.errors import UserError
 from engine.inference.options import ModelChoice
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
+from engine.layers.merged_codes import merge_codes
 from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
@@ -47,6 +48,7 @@ from engine.models.flops import head_in_layers
 from engine.ops.encoded_weight import Formats
 from engine.pipeline.partition import LayerWeights, split_layers
 from engine.runtime.launch import Launch
+from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
@@ -132,6 +134,8 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
             load_parameters(shards, live.tensors, progress=progress.advance)
         placement = WeightPlacement(Axis("dp_cp"))
         fill_base(options, source.model, live.tensors, (decoder,), placement, log, checkpoint=source)
+    if count := merge_codes((decoder,)):
+        log.info(f"adapters: {counted(count, 'linear')} of this rank have them in codes of the base's format")
     return OpenedModel(
         decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer, full=full
     )

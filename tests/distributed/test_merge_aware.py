@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.experts.ops import merged_experts
 from engine.layers import host_storage
+from engine.layers.merged_codes import merged_codes, merging_storages
 from engine.ops import merged_weight
 from engine.ops.merged_weight import MergedRows
 from engine.optim.state_sharding import ShardLevel
@@ -67,12 +69,14 @@ QUICK: list[tuple[str, ShardLevel, str]] = [
 
 
 class Outcome(NamedTuple):
-    """What is compared: the first step's gradients, the losses, and the merged numbers of its forward."""
+    """What is compared: the first step's gradients, the losses, the merged numbers of its forward, and evaluations
+    after all steps, of which the middle one is with codes that are merged before its first pass."""
 
     gradients: list[NamedShard]
     losses: list[float]
     evaluation: float
     merged: list[NamedShard]
+    with_codes: list[float]
 
 
 def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Outcome:
@@ -96,7 +100,21 @@ def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Out
     finally:
         merged_weight.decode_merged = merged_experts.decode_merged = compute
     merged = [NamedShard(one.name, seen[id(one.parts)], one.spec) for one in run.encoded if id(one.parts) in seen]
-    return Outcome(gradients, trained.losses, trained.evaluation, merged)
+    return Outcome(gradients, trained.losses, trained.evaluation, merged, _with_codes(run))
+
+
+def _with_codes(run: Run) -> list[float]:
+    """Evaluations by merging in each product, from codes that have the adapters, and by merging again."""
+    models, (batches, _) = run.stages.models(), run.batches(99)
+    found, waiting = [], [run.kept.waiting_memory(one.memory).clone() for one in merging_storages(models)]
+    for codes in (False, True, False):
+        with merged_codes(models, run.kept) if codes else nullcontext():
+            now = [run.kept.waiting_memory(one.memory) for one in merging_storages(models)]
+            # of a rank's parts of small matrices some are padding
+            changed = sum(not torch.equal(one, other) for one, other in zip(now, waiting, strict=True))
+            assert (changed > 0) == codes
+            found.append(run.stages.figures(batches)[0].item())
+    return found
 
 
 def _outcomes(choices: Sequence[tuple[str, ShardLevel, str]]) -> list[Outcome]:
@@ -134,6 +152,7 @@ def test_every_layout_computes_as_one_process_does(name: str, level: ShardLevel,
     for parameter, value in whole.items():
         assert relative_error(gradients[parameter], value) < 1e-5, parameter
     for found in ranks:
+        assert len(set(found.with_codes)) == 1 and found.with_codes[0] != found.evaluation
         assert found.losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
         assert found.losses == pytest.approx(alone.losses, rel=1e-3)
     assert len(set(alone.losses)) == NUM_STEPS
@@ -144,5 +163,6 @@ def test_weights_that_wait_in_host_memory_have_the_same_bits(monkeypatch: pytest
     found = _outcome(replace(ONE, base="nvfp4"), "none", offload=True)
     expected = _alone("blocks, adapters", "nvfp4")
     assert found.losses == expected.losses and found.evaluation == expected.evaluation
+    assert found.with_codes == expected.with_codes and len(set(found.with_codes)) == 1
     ours, theirs = assemble([found.merged]), assemble([expected.merged])
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())

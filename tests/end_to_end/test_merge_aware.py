@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine.api import Session, load_model
 from engine.checkpoint.model_weights import open_source
@@ -20,11 +22,13 @@ from engine.checkpoint.run.training_state import open_run
 from engine.config.load import load_config
 from engine.distributed.sharding import replicated_spec
 from engine.kernels.reference_formats import merged_decode
+from engine.ops import merged_weight
 from engine.rollouts.batch_parts import Completions
+from engine.rollouts.trained_sampler import TrainedSampler
 from engine.training.trainer import train
 from tests.support.commands import losses, options, run_tool
 from tests.support.few_bits import NVFP4, compressed, draw_in_few_bits, group, in_few_bits
-from tests.support.rollout_runs import prepared, rollout_settings
+from tests.support.rollout_runs import prepared, rollout_settings, stepped
 from tests.support.shared_data import write_plays
 from tests.support.sweeps import sampled
 
@@ -159,3 +163,36 @@ def test_rollouts_sample_from_the_merged_model(tmp_path: Path) -> None:
     draw_in_few_bits(tmp_path / "model", "nvfp4")
     gaps = list(_gaps(given, 3))
     assert len(gaps) == 3 and max(gaps) < 1e-5
+
+
+def _counted(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Three steps of a run, and its merges for products while it samples and trains."""
+    merge, sample = merged_weight.decode_merged, TrainedSampler.sample
+    calls, phase = Counter[str](), ["trains"]
+
+    def counted(*arguments: Any) -> Tensor:
+        calls[phase[-1]] += 1
+        return merge(*arguments)
+
+    def marked(*arguments: Any, **named: Any) -> Any:
+        phase.append("samples")
+        found = sample(*arguments, **named)
+        phase.pop()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merged_weight, "decode_merged", counted)
+        patch.setattr(TrainedSampler, "sample", marked)
+        return stepped(settings, 3), calls
+
+
+def test_codes_that_are_merged_once_sample_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps on completions of the weights as they are before each, with the bits of merging in every pass."""
+    given = rollout_settings(tmp_path, model__init="checkpoint", lora__merge_aware="true", model__base_dtype="stored")
+    draw_in_few_bits(tmp_path / "model", "int4")
+    found, calls = _counted(given, monkeypatch)
+    expected, merges = _counted({**given, "rollout.merge_once": "false"}, monkeypatch)
+    assert found == expected
+    tokens = [step["completions"] for step in found]
+    assert tokens[0] != tokens[1] != tokens[2]
+    assert calls["samples"] == 0 and calls["trains"] > 100 and merges["samples"] > 100

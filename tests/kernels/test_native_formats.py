@@ -16,7 +16,7 @@ from engine.kernels.formats import FORMATS, Format
 from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 from engine.quantization.encoding import encoding
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads, widened
-from tests.support.format_parts import SPELLINGS, drawn_parts, same_numbers
+from tests.support.format_parts import SPELLINGS, bits, drawn_parts, same_numbers, same_parts
 
 pytestmark = ON_EVERY_INSTRUCTION_SET
 
@@ -111,6 +111,37 @@ def test_an_adapter_on_an_encoded_weight(name: str) -> None:
     assert not same_numbers(out, weight)
 
 
+@of_every_kind
+def test_codes_with_an_adapter_in_place_of_the_bases(name: str) -> None:
+    """Every part has the bits that the specification gives, and bytes beside the rows are left alone. No adapter and
+    one that changes nothing leave all of them; codes that are no number's nearest, or one of two for it, among them."""
+    of = KINDS[name]
+    for seed, shape in enumerate(SHAPES):
+        plain = drawn_parts(of, *shape, seed)
+        extreme = drawn_parts(of, *shape, seed, extreme=True)
+        cases = ((plain, 3, 0.0), (plain, 5, 1e-2), (plain, 1, 1.0), (extreme, 16, 1e-4), (extreme, 2, 1e4))
+        for number, (parts, rank, size) in enumerate((*cases, (_nan(of, plain), 2, 0.1))):
+            b, a = _factors(*shape, rank, size, DTYPES[number % 2])
+            expected = reference_formats.merge(of, parts, b, a, 1.7)
+            held, apart = {}, {}
+            for part, stored in parts.items():  # rows with gaps
+                held[part] = torch.full((*stored.shape[:1], *(one + 3 for one in stored.shape[1:])), 7.0).to(
+                    stored.dtype
+                )
+                apart[part] = held[part][:, : stored.shape[1]] if stored.dim() == 2 else held[part]
+                apart[part].copy_(stored)
+            NATIVE_ARITHMETIC.merge_in_place(of, apart, widened(b), widened(a), 1.7)
+            if number == len(cases):  # NaN, whose sign is no backend's to choose
+                ours, theirs = torch.empty(shape), torch.empty(shape)
+                reference_formats.block_decode(of, apart, ours)
+                reference_formats.block_decode(of, expected, theirs)
+                assert same_numbers(ours, theirs), shape
+            else:
+                assert same_parts(apart, expected), (shape, number)
+            beside = [held[part][:, -3:].float() for part, stored in parts.items() if stored.dim() == 2]
+            assert all(bool((one == 7).all()) for one in beside), "wrote beyond the row"
+
+
 def test_products_are_rounded_before_they_are_added() -> None:
     """(1 + 2^-12)^2 less its rounded square is 0 where each product is rounded, and 2^-24 in a fused multiply-add."""
     of = FORMATS["fp8_channel"]
@@ -148,6 +179,8 @@ def test_any_number_of_threads(name: str) -> None:
         out, merged = torch.empty(400, 200), torch.empty(400, 200, dtype=torch.bfloat16)
         NATIVE_ARITHMETIC.block_decode(of, parts, out)
         NATIVE_ARITHMETIC.merged_decode(of, parts, b, a, 1.0, merged)
-        return out, merged
+        codes = {name: part.clone() for name, part in parts.items()}
+        NATIVE_ARITHMETIC.merge_in_place(of, codes, b, a, 1.0)
+        return out, merged, *(bits(part) for part in codes.values())
 
     assert_same_on_any_threads(run)

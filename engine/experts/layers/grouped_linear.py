@@ -182,6 +182,7 @@ class GroupedLinear(AdaptedModule):
                 dtype=experts.dtype,
                 scratch=experts.scratch,
                 sections=tuple(own),
+                state=self.encoded.state,
             )
         experts.announce(together=is_gpu(self._build))
         return experts

@@ -41,6 +41,11 @@ class EncodedExperts:
     def _rows(self) -> int:
         return self.weight.out_features // self.num_experts
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the stored codes have the experts' adapters in them (see `engine.ops.merged_weight`)."""
+        return False
+
     def announce(self, *, together: bool) -> None:
         """Says what will be decoded at a time: one expert's matrix, or all."""
         columns = self.weight.in_features + (0 if self.b_EOR is None else self.b_EOR.shape[2])

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.grouped_adapters import ExpertRows, GroupedLowRank
 from engine.ops.kernels import Kernels
-from engine.ops.merged_weight import MergedRows, decode_merged
+from engine.ops.merged_weight import MergedRows, MergeState, decode_merged
 from engine.quantization.encoding import part_rows
 
 
@@ -43,9 +43,15 @@ class MergedExperts(EncodedExperts):
 
     Args:
         sections: of each expert's matrix, with their adapters.
+        state: of the codes.
     """
 
     sections: tuple[tuple[MergedRows, ...], ...]
+    state: MergeState
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.state.in_codes
 
     def bare(self) -> EncodedExperts:
         return EncodedExperts(

@@ -108,8 +108,10 @@ class GroupedOperands:
     grouped: GroupedKernels | None = None
 
     def in_context(self, context: TokenContext) -> GroupedOperands:
-        """Returns these, or without the adapters where `context` says so."""
-        if context.adapters or self.low_rank is None:
+        """Returns these, or without the adapters where `context` says so or the weights have them in their codes."""
+        in_codes = self.encoded is not None and self.encoded.has_adapters
+        assert context.adapters or not in_codes, "the experts without adapters are not here"
+        if self.low_rank is None or (context.adapters and not in_codes):
             return self
         encoded = None if self.encoded is None else self.encoded.bare()
         return replace(self, extended_EOI=self.extended_EOI[..., : self.in_features], low_rank=None, encoded=encoded)

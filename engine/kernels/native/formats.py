@@ -44,9 +44,11 @@ def _compiled(of: Format, *tensors: Tensor) -> bool:
     return not within_a_byte and all(tensor.dtype in DTYPES for tensor in tensors)
 
 
-def _arguments(of: Format, parts: Mapping[str, Tensor], out: Tensor) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Returns the arguments that say where a matrix of the shape of `out` lies, and tensors to keep until the call."""
-    rows, columns = out.shape
+def _arguments(
+    of: Format, parts: Mapping[str, Tensor], rows: int, columns: int
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Returns the arguments that say where a matrix [rows, columns] lies, and tensors to keep until the call: first the
+    scales, as the launchers read them."""
     for name, (shape, _) in part_shapes(of, rows, columns).items():
         assert parts[name].shape == shape, (of.name, name, parts[name].shape, shape)
     kind, scales = _scales(of, parts["scales"])
@@ -73,7 +75,7 @@ def block_decode(of: Format, parts: Mapping[str, Tensor], out_OI: Tensor) -> Non
     if not _compiled(of, out_OI):
         reference_formats.block_decode(of, parts, out_OI)
         return
-    arguments, _kept = _arguments(of, parts, out_OI)
+    arguments, _kept = _arguments(of, parts, *out_OI.shape)
     library().engine_block_decode(
         threads(), type_number(out_OI), *out_OI.shape, *arguments, *matrix(out_OI, dtype=out_OI.dtype)
     )
@@ -93,16 +95,40 @@ def merged_decode(
     if not _compiled(of, out_OI, b_OR, a_RI):
         reference_formats.merged_decode(of, parts, b_OR, a_RI, scale, out_OI)
         return
-    arguments, _kept = _arguments(of, parts, out_OI)
+    arguments, _kept = _arguments(of, parts, *out_OI.shape)
     library().engine_merged_decode(
         threads(),
         type_number(out_OI),
         *out_OI.shape,
         *arguments,
+        *_factors(b_OR, a_RI, scale, *out_OI.shape),
+        *matrix(out_OI, dtype=out_OI.dtype),
+    )
+
+
+def merge_in_place(of: Format, parts: Mapping[str, Tensor], b_OR: Tensor, a_RI: Tensor, scale: float) -> None:
+    """Writes the codes and scales of the base with an adapter in place of the base's.
+
+    Args:
+        of, parts, b_OR, a_RI, scale: as of `merged_decode`.
+    """
+    if not _compiled(of, b_OR, a_RI):
+        reference_formats.merge_in_place(of, parts, b_OR, a_RI, scale)
+        return
+    shape = b_OR.shape[0], a_RI.shape[1]
+    arguments, (scales, *_) = _arguments(of, parts, *shape)
+    library().engine_merge_in_place(threads(), *shape, *arguments, *_factors(b_OR, a_RI, scale, *shape))
+    stored = parts["scales"]
+    if stored.dtype in (torch.bfloat16, torch.float16):  # scales are rounded to it, so that nothing is rounded here
+        stored.copy_(scales.view(stored.shape))
+
+
+def _factors(b_OR: Tensor, a_RI: Tensor, scale: float, rows: int, columns: int) -> tuple[Any, ...]:
+    """Returns the arguments of an adapter of a matrix [rows, columns]."""
+    return (
         type_number(b_OR),
         b_OR.shape[1],
-        *matrix(b_OR, rows=out_OI.shape[0], dtype=b_OR.dtype),
-        *matrix(a_RI, out_OI.shape[1], b_OR.shape[1], dtype=b_OR.dtype),
+        *matrix(b_OR, rows=rows, dtype=b_OR.dtype),
+        *matrix(a_RI, columns, b_OR.shape[1], dtype=b_OR.dtype),
         scale,
-        *matrix(out_OI, dtype=out_OI.dtype),
     )

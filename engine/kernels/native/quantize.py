@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels import reference_quantize
 from engine.kernels.codec import Arithmetic
 from engine.kernels.native.arguments import pointer, threads, vector
-from engine.kernels.native.formats import block_decode, merged_decode
+from engine.kernels.native.formats import block_decode, merge_in_place, merged_decode
 from engine.kernels.native.loader import library
 from engine.kernels.reference_quantize import NF4_BLOCK, dynamic_map
 
@@ -134,6 +134,7 @@ NATIVE_ARITHMETIC = Arithmetic(
     row_decode=row_decode,
     block_decode=block_decode,
     merged_decode=merged_decode,
+    merge_in_place=merge_in_place,
 )
 """The loops of the encodings in C++. `native_status()` says whether they can run; a call where they cannot
 raises. Results do not depend on the number of threads."""

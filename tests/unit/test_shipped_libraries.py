@@ -196,6 +196,37 @@ def fp8(rows: int, columns: int) -> Any:
     return stored, (codes.float() * scale).bfloat16()
 
 
+def fp8_per_channel_per_token(rows: int, columns: int) -> Any:
+    """ModelOpt's FP8 with a scale a row, in one dimension."""
+    codes, scales = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows)
+    return {".weight": codes, ".weight_scale": scales}, (codes.float() * scales[:, None]).bfloat16()
+
+
+def fp8_pb_wo(rows: int, columns: int) -> Any:
+    """ModelOpt's FP8 in blocks, whose scales have four dimensions."""
+    codes, scales = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows // 128, 1, columns // 128, 1)
+    wide = scales[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return {".weight": codes, ".weight_scale": scales}, (codes.float() * wide).bfloat16()
+
+
+def mxfp4(rows: int, columns: int) -> Any:
+    """ModelOpt's MXFP4: NVFP4's codes, a power of two for 32."""
+    codes, exponents = drawn(rows, columns), drawn(rows, columns // 32, most=9) + 123
+    numbers = E2M1[codes.long()] * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 1)
+    stored = {".weight": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": exponents}
+    return stored, numbers.bfloat16()
+
+
+@pytest.mark.parametrize("make", [fp8_per_channel_per_token, fp8_pb_wo, mxfp4])
+def test_modelopts_scales_keep_their_dimensions(make: Any, tmp_path: Path) -> None:
+    """ModelOpt 0.47 writes them so, the names of two algorithms in lower case, and vLLM asks for these shapes."""
+    algorithm = make.__name__ if make is not fp8_per_channel_per_token else make.__name__.upper()
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    numbers = replaced(tmp_path, "qwen3", make, config, hidden_size=256, head_dim=64)
+    assert_numbers(tmp_path, numbers, cuts=False)
+    assert_stores(open_source(tmp_path), load_file(tmp_path / "model.safetensors"))
+
+
 @pytest.mark.parametrize("make", [nvfp4, fp8])
 def test_modelopt_by_its_own_file(make: Any, tmp_path: Path) -> None:
     """Where config.json has no quantization_config; scales of the cache and of activations are named."""

@@ -265,8 +265,8 @@ def _of_modelopt(algorithm: str, entry: Entries) -> Spelling:
         if entry.get("group_size", 16) != 16:
             raise entry.wrong("group_size", "16")
         return Floats(kind=FORMATS["nvfp4"], tensor_scale=".weight_scale_2", scale_shape=())
-    if algorithm == "MXFP8":
-        return Floats(kind=FORMATS["mxfp8"])
+    if algorithm in ("MXFP4", "MXFP8"):
+        return Floats(kind=FORMATS[algorithm.lower()])
     if algorithm == "FP8":
         return Floats(kind=FORMATS["fp8_channel"], one_scale=True, scale_shape=())
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
@@ -274,7 +274,7 @@ def _of_modelopt(algorithm: str, entry: Entries) -> Spelling:
     if algorithm == "FP8_PB_WO":
         return Floats(kind=FORMATS["fp8_block"], scales=".weight_scale")
     raise entry.wrong(
-        "quant_algo", "NVFP4, W4A16_NVFP4, MXFP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO or MIXED_PRECISION"
+        "quant_algo", "NVFP4, W4A16_NVFP4, MXFP4, MXFP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO or MIXED_PRECISION"
     )
 
 

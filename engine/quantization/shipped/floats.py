@@ -42,6 +42,7 @@ class Floats(Spelling):
         one_scale: a matrix has one scale.
         last: bytes of codes in a last dimension of their own, in tensors of all experts; 1 without.
         scale_shape: [] where one scale has no dimension, [1] where it has one.
+        scale_dims: dimensions of several scales: 1 or 2 of one for each row; 2, or 4 with two of size 1, of blocks.
         stored_scales: dtype of the scales; None until the tensors are known.
     """
 
@@ -52,6 +53,7 @@ class Floats(Spelling):
     one_scale: bool = False
     last: int = 1
     scale_shape: tuple[int, ...] = (1,)
+    scale_dims: int = 2
     stored_scales: torch.dtype | None = None
 
     @property
@@ -102,6 +104,7 @@ class Floats(Spelling):
             stored_scales=stored,
             one_scale=one and self.kind.is_rowwise,
             scale_shape=shape if one else self.scale_shape,
+            scale_dims=len(shapes[self.scales]),
         )
 
     def load(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
@@ -119,8 +122,12 @@ class Floats(Spelling):
         codes, scales = parts["codes"], parts["scales"]
         if self.last > 1:
             codes = codes.reshape(codes.shape[0], -1, self.last)
-        if self.kind.is_rowwise:
-            scales = self._one_of(scales) if self.one_scale else scales[:, None]
+        if self.one_scale:
+            scales = self._one_of(scales)
+        elif self.kind.is_rowwise:
+            scales = scales if self.scale_dims == 1 else scales[:, None]
+        elif self.scale_dims == 4:  # of ModelOpt's blocks
+            scales = scales[:, None, :, None]
         if self.stored_scales is not None and scales.dtype != self.stored_scales:
             same_bits = self.stored_scales == torch.float8_e8m0fnu
             scales = scales.view(self.stored_scales) if same_bits else scales.to(self.stored_scales)

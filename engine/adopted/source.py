@@ -18,16 +18,19 @@ from engine.checkpoint.copying.contents import Content, content_checksum
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.encoded_tensors import EncodedTensors
 from engine.checkpoint.leftover import refuse_leftover
+from engine.checkpoint.matrix_reading import numbers_of, parts_of, sum_of
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reshard import Box, BoxColumns
 from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.safetensors_file import checksum
 from engine.checkpoint.verification import Piece, PieceChecks
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
+from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.kernels.checksum import joined_checksum
 from engine.kernels.formats import Format
 from engine.quantization.shipped.config import encoding_of, without_encoding
+from engine.quantization.shipped.spelling import StoredMatrix
 from engine.sentences import listed
 
 _MOST_RUNS = 64
@@ -78,13 +81,45 @@ class ArrangedSource(WeightSource):
     def encoding_note(self, *, decodes: bool) -> str | None:
         return self._tensors.note(decodes=decodes)
 
+    def in_few_bits(self, name: str) -> bool:
+        return any(self._tensors.is_encoded(part.stored) for part in self._parts[name])
+
     def format(self, name: str) -> Format | None:
-        if any(self._tensors.is_encoded(part.stored) for part in self._parts[name]):
-            raise UserError(
-                f"{self.label} stores {name} in few bits, which layers of transformers read decoded: set "
-                "model.base_dtype to null."
-            )
-        return None
+        if (matrix := self.matrix(name)) is None:
+            return None
+        try:
+            return matrix.spelling.format
+        except UserError as error:
+            raise UserError(f"{self.label}: {self._parts[name][0].stored}: {error}") from error
+
+    def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
+        self.require(name, spec.global_shape)
+        matrix = self.matrix(name)
+        assert matrix is not None, name
+        self._checks.check(name, 0)
+        try:
+            return parts_of(matrix, spec, format)
+        except UserError as error:
+            raise UserError(f"{self.label}: {self._parts[name][0].stored}: {error}") from error
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
+        matrix = self.matrix(name) if name in self else None
+        if matrix is None:
+            return super().read(name, spec, out)
+        self.require(name, spec.global_shape)
+        self._checks.check(name, 0)
+        return numbers_of(matrix, spec, self.dtype(name), out)
+
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """Returns the codes of a weight; None for numbers, and for what consists of several stored matrices or of
+        another part of one than whole rows."""
+        part, *others = self._parts.get(name, (None,))
+        if part is None or others or not self._tensors.is_encoded(part.stored):
+            return None
+        columns = self._tensors.shape(part.stored)[-1]
+        if len(part.sizes) != 2 or part.sizes[1] != columns or not part.is_run or part.offset % columns:
+            return None
+        return self._tensors.matrix(part.stored, part.offset // columns, part.sizes[0], None)
 
     def boxes(self, name: str) -> Sequence[Box]:
         return self._boxes[name]
@@ -259,6 +294,8 @@ class _WholeChecks(PieceChecks):
         self._source, self._counts = source, source.piece_counts()
 
     def summing(self, name: str, index: int) -> Callable[[], str]:
+        if (matrix := self._source.matrix(name)) is not None:
+            return lambda: sum_of(matrix, self._source.shape(name)[1], self._source.dtype(name))
         if self._source.is_encoded(name, index):  # decoded by who sums it, one at a time
             return lambda: checksum(self._source.stored_view(name, index))
         return super().summing(name, index)

@@ -20,18 +20,17 @@ from torch import Tensor
 from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
 from engine.checkpoint.encoded_tensors import EncodedTensors
 from engine.checkpoint.leftover import is_buffer, refuse_leftover
+from engine.checkpoint.matrix_reading import numbers_of, parts_of, sum_of
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.safetensors_file import raw_bytes
 from engine.checkpoint.verification import PieceChecks
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import Implementation
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
-from engine.kernels.checksum import Checksum
-from engine.kernels.formats import Format, part_shapes
+from engine.kernels.formats import Format
 from engine.models.families.checking import part_of
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
@@ -43,8 +42,6 @@ from engine.sentences import listed
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
 
-_SUMMED_AT_ONCE = 1 << 22
-"""Numbers; bounds the memory of a checksum."""
 _KEPT_DECODED = 2
 """Linears of experts that stay decoded: one is read in several runs of rows."""
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
@@ -114,22 +111,10 @@ class HfSource(WeightSource):
         matrix = self._matrix(name)
         assert matrix is not None, name
         self._checks.check(name, 0)
-        found = {
-            part: torch.zeros(shape, dtype=dtype)
-            for part, (shape, dtype) in part_shapes(format, *spec.local_shape).items()
-        }
-        (across,) = spec.runs(1)
-        columns = slice(across.global_offset, across.global_offset + across.length)
         try:
-            for run in spec.runs(0):
-                rows = slice(run.global_offset, run.global_offset + run.length)
-                for part, value in matrix.parts(rows, columns, format.granule).items():
-                    step = format.granule if part == "scales" and format.rows > 1 else 1
-                    first = run.local_offset // step
-                    found[part][first : first + value.shape[0]].copy_(value)
+            return parts_of(matrix, spec, format)
         except UserError as error:
             raise UserError(f"{self.label}: {self._locations[name].name}: {error}") from error
-        return found
 
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
         matrix = self._matrix(name) if name in self else None
@@ -138,19 +123,7 @@ class HfSource(WeightSource):
             return super().read(name, spec, out)
         self.require(name, spec.global_shape)
         self._checks.check(name, 0)
-        out = torch.empty(spec.local_shape, dtype=self.dtype(name)) if out is None else out
-        with torch.no_grad():
-            if spec.is_padded:
-                out.zero_()
-            for across in spec.runs(1):
-                columns = slice(across.global_offset, across.global_offset + across.length)
-                for run in spec.runs(0):
-                    place = out[run.local_offset : run.local_offset + run.length]
-                    into = place[:, across.local_offset : across.local_offset + across.length]
-                    own = into if into.dtype == self.dtype(name) else torch.empty_like(into, dtype=self.dtype(name))
-                    matrix.decode(own, slice(run.global_offset, run.global_offset + run.length), columns)
-                    into.copy_(own)
-        return out
+        return numbers_of(matrix, spec, self.dtype(name), out)
 
     def _matrix(self, name: str) -> StoredMatrix | None:
         """Returns the codes of a weight in few bits; None for numbers."""
@@ -211,14 +184,9 @@ class HfSource(WeightSource):
 
     def decoded_sum(self, name: str) -> str:
         """Returns the checksum of the numbers of a weight in few bits, of which a few rows are decoded at a time."""
-        matrix, (rows, columns), found = self._matrix(name), self._shapes[name], Checksum()
+        matrix = self._matrix(name)
         assert matrix is not None, name
-        height = max(1, _SUMMED_AT_ONCE // columns)
-        for first in range(0, rows, height):
-            out = torch.empty(min(height, rows - first), columns, dtype=self._tensors.decoded_dtype)
-            matrix.decode(out, slice(first, first + out.shape[0]), slice(0, columns))
-            found.update(raw_bytes(out))
-        return found.text()
+        return sum_of(matrix, self._shapes[name][1], self._tensors.decoded_dtype)
 
     def _decode(self, name: str) -> Tensor:
         """Returns a whole weight in few bits."""

@@ -81,6 +81,10 @@ class WeightSource(StoredTensors):
         """
         return None
 
+    def in_few_bits(self, name: str) -> bool:
+        """Returns whether a weight is stored in few bits, in a format or in parts that have none together."""
+        return self.format(name) is not None
+
     def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
         """Returns a rank's part of a weight as it is stored, in the parts of `engine.kernels.formats`, on the host.
 
@@ -241,6 +245,9 @@ class WrappedSource(WeightSource):
 
     def format(self, name: str) -> Format | None:
         return self.base.format(self.stored_name(name))
+
+    def in_few_bits(self, name: str) -> bool:
+        return self.base.in_few_bits(self.stored_name(name))
 
     def read_parts(self, name: str, spec: ShardSpec, format: Format) -> dict[str, Tensor]:
         return self.base.read_parts(self.stored_name(name), spec, format)

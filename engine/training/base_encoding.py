@@ -113,6 +113,11 @@ def check_base(
     base = base_encoding(config, torch.device("meta"), formats)
     if base is None:
         return ()
+    if plan.merge_aware and decoder.made_by is not None:
+        raise UserError(
+            f"lora.merge_aware is true, but the layers of this {decoder.family} model are transformers' own modules, of "
+            "which no merged checkpoint is written in few bits: set lora.merge_aware to false."
+        )
     parallel = config.parallel
     model = meta_model(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
@@ -255,7 +260,7 @@ def fill_base(
 def _decoded_names(parts: Iterable[Decoder], stored: WeightSource) -> list[str]:
     """Returns the frozen weights that the checkpoint has in a format and the model in numbers."""
     plain = (entry for part in parts for entry in shard_entries(part) if entry.sink is None)
-    return [entry.name for entry in plain if entry.name in stored and stored.format(entry.name) is not None]
+    return [entry.name for entry in plain if entry.name in stored and stored.in_few_bits(entry.name)]
 
 
 def kept_sentence(dtype: torch.dtype, names: Sequence[str]) -> str:

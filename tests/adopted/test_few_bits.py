@@ -6,23 +6,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, StableLmConfig, StableLmForCausalLM
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import import_checkpoint
-from engine.errors import UserError
+from engine.quantization.shipped.spelling import StoredMatrix
 from tests.adopted.saved_models import stored
+from tests.small_runs.conftest import SmallRuns
+from tests.support.commands import losses
 from tests.support.family_models import batch_of, engine_model, stock_losses
 from tests.support.shipped_models import SIZES, compress
+from tests.wrong_inputs.workplace import VOCABULARY, make_place
+
+
+def saved(folder: Path, vocabulary: int = 67) -> Path:
+    """A model in NVFP4; what else is in the folder stays."""
+    torch.manual_seed(3)
+    sizes = {**SIZES, "vocab_size": vocabulary}
+    config = StableLmConfig(**sizes, attn_implementation="eager", max_position_embeddings=64)
+    model = StableLmForCausalLM(config).to(torch.bfloat16)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    compress(model, folder, {"NVFP4A16": ["Linear"]}, ["lm_head"])
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(3)
-    config = StableLmConfig(**{**SIZES, "vocab_size": 67}, attn_implementation="eager", max_position_embeddings=64)
-    model = StableLmForCausalLM(config).to(torch.bfloat16)
-    compress(model, tmp_path / "model", {"NVFP4A16": ["Linear"]}, ["lm_head"])
-    return tmp_path / "model"
+    return saved(tmp_path / "model")
 
 
 def test_logits_are_those_of_transformers(folder: Path) -> None:
@@ -46,6 +58,32 @@ def test_an_import_is_decoded_and_says_so(folder: Path, tmp_path: Path) -> None:
     ).state_dict()
     found = stored(tmp_path / "parts")
     assert any(torch.equal(value, decoded["model.layers.1.mlp.down_proj.weight"]) for value in found.values())
-    name = next(name for name in source.tensor_names() if "q_proj.weight" in name)
-    with pytest.raises(UserError, match="in few bits, which layers of transformers read decoded"):
-        source.format(name)
+
+
+def test_a_fingerprint_decodes_the_rows_that_it_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, rows = StoredMatrix.decode, list[int]()
+
+    def counted(self: StoredMatrix, out: Tensor, across: slice, columns: slice) -> None:
+        rows.append(across.stop - across.start)
+        decode(self, out, across, columns)
+
+    monkeypatch.setattr(StoredMatrix, "decode", counted)
+    open_source(folder).fingerprint()
+    assert rows == [1] * 28  # the first and the last of each matrix
+
+
+def test_a_run_keeps_the_stored_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And computes what one on the decoded weights does, bit for bit."""
+    run = SmallRuns(make_place(tmp_path / "place"), capsys)
+    saved(run.place.model, VOCABULARY)
+    run.place.set(data__seq_length=20, optim__lr=0.01, train__steps=3, model__dtype="bfloat16", log__peak_tflops=0)
+    run.place.set(lora__targets='["q_proj","o_proj","up_proj","down_proj"]')
+    found = []
+    for name, base in (("decoded", "null"), ("stored", "stored")):
+        run.place.set(checkpoint__dir=tmp_path / name, model__base_dtype=base)
+        printed = run()
+        assert ("14 weights of the layers are as the checkpoint has them (nvfp4)" in printed) == (base == "stored")
+        found.append(losses(tmp_path / name))
+    assert len(found[0]) == 3 and found[0] == found[1]
+    printed = run(status=2, lora__merge_aware="true", checkpoint__dir=tmp_path / "merged")
+    assert "of which no merged checkpoint is written in few bits: set lora.merge_aware to false." in printed

@@ -229,7 +229,7 @@ def test_sums_of_decoded_numbers_need_no_decoded_matrix(tmp_path: Path, monkeypa
     """Ranks that keep the codes sum what they mean, as an import of it is summed, a few rows at a time."""
     compressed_model(tmp_path, "llama fused", {"NVFP4A16": ["Linear"]})
     source, plain = open_source(tmp_path), open_source(tmp_path)
-    monkeypatch.setattr("engine.checkpoint.model_weights._SUMMED_AT_ONCE", 1000)
+    monkeypatch.setattr("engine.checkpoint.matrix_reading._SUMMED_AT_ONCE", 1000)
     monkeypatch.setattr(source, "_decoded", None)
     with checked_together([source.checks], Axis("world"), learn=True):
         for name in source.tensor_names():

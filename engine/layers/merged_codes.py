@@ -30,12 +30,18 @@ def merge_codes(parts: Iterable[nn.Module]) -> int:
     """Writes the codes of merged weights in place of the base's, for good, where all weights are here all the time.
 
     Returns:
-        The number of weights.
+        The number of weights; 0 where that was done before.
     """
-    storages = merging_storages(parts)
+    storages = [one for one in merging_storages(parts) if not one.state.in_codes]
     for storage in storages:
         storage.merge_in_place()
     return sum(len(storage.merged) for storage in storages)
+
+
+def codes_are_the_bases(parts: Iterable[nn.Module]) -> None:
+    """Says that the codes of the base were read again in place of the merged ones."""
+    for storage in merging_storages(parts):
+        storage.state.in_codes = False
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,7 @@ from engine.errors import UserError
 from engine.inference.options import ModelChoice
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
-from engine.layers.merged_codes import merge_codes
+from engine.layers.merged_codes import codes_are_the_bases, merge_codes, merging_storages
 from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
@@ -66,6 +67,7 @@ class OpenedModel:
         folder: of the model, where its tokenizer and generation_config.json are.
         tokenizer: the parts of the adapter's tokenizer that are not the model's own.
         full: modules that were trained in full beside the adapter.
+        read_base: reads the base's encoded weights again. Collective.
     """
 
     decoder: Decoder
@@ -73,18 +75,36 @@ class OpenedModel:
     mesh: Mesh
     folder: Path
     tokenizer: TrainedTokenizer
+    read_base: Callable[[], None]
     full: tuple[str, ...] = ()
+
+    def use_adapters(self, on: bool) -> int:
+        """Prepares passes with the adapters or without them: codes have merge-aware ones in them for the former, and
+        are the base's, read again, for the latter. Collective.
+
+        Returns:
+            The number of linears of this rank whose codes took adapters.
+        """
+        if on:
+            return merge_codes((self.decoder,))
+        if any(one.state.in_codes for one in merging_storages((self.decoder,))):
+            self.read_base()
+            codes_are_the_bases((self.decoder,))
+        return 0
 
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
         """Returns the tokens that end an answer."""
         return end_tokens(self.folder, tokenizer_end)
 
 
-def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image: str | None = None) -> OpenedModel:
+def open_for_generation(
+    choice: ModelChoice, launch: Launch, log: Log, *, image: str | None = None, adapters: bool = True
+) -> OpenedModel:
     """Builds this rank's part of the model and reads its weights. Collective.
 
     Args:
         image: the option or field that names a prompt's image, for a message; None where prompts are text alone.
+        adapters: whether the first passes are with the adapters, see `OpenedModel.use_adapters`.
 
     Raises:
         UserError: no such model or adapter, an adapter that does not fit the model, a layout that does not fit the
@@ -134,11 +154,23 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
             load_parameters(shards, live.tensors, progress=progress.advance)
         placement = WeightPlacement(Axis("dp_cp"))
         fill_base(options, source.model, live.tensors, (decoder,), placement, log, checkpoint=source)
-    if count := merge_codes((decoder,)):
-        log.info(f"adapters: {counted(count, 'linear')} of this rank have them in codes of the base's format")
-    return OpenedModel(
-        decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer, full=full
+
+    def read_base() -> None:
+        with checked_together([source.checks], mesh.world):
+            fill_base(options, source.model, live.tensors, (decoder,), placement, log, checkpoint=source)
+
+    opened = OpenedModel(
+        decoder=decoder,
+        config=live.config,
+        mesh=mesh,
+        folder=source.model.path,
+        tokenizer=tokenizer,
+        full=full,
+        read_base=read_base,
     )
+    if adapters and (count := opened.use_adapters(True)):
+        log.info(f"merge-aware adapters: {counted(count, 'linear')} of this rank have them in their codes")
+    return opened
 
 
 def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer, tuple[str, ...]]:

@@ -123,6 +123,7 @@ class Answering:
             case UseAdapter(on, path):
                 if path is not None:
                     self._open_with(path)
+                self.opened.model.use_adapters(on)
                 self.adapters = on
                 self.opened.forget()
             case Ask():

@@ -32,16 +32,26 @@ class Opened:
         log: of this rank.
         image: the option or field that names an image of a prompt, for messages; None where prompts are text alone.
         chat: whether conversations are written with the chat template.
+        adapters: as of `open_for_generation`.
 
     Raises:
         UserError: there is no such model, adapter or tokenizer, or they do not fit each other.
     """
 
     def __init__(
-        self, arguments: argparse.Namespace, launch: Launch, log: Log, *, image: str | None, chat: bool
+        self,
+        arguments: argparse.Namespace,
+        launch: Launch,
+        log: Log,
+        *,
+        image: str | None,
+        chat: bool,
+        adapters: bool = True,
     ) -> None:
         self._arguments, self._launch, self._log, self.chat = arguments, launch, log, chat
-        self.model: OpenedModel = open_for_generation(model_choice(arguments), launch, log, image=image)
+        self.model: OpenedModel = open_for_generation(
+            model_choice(arguments), launch, log, image=image, adapters=adapters
+        )
         self.tokenizer = self._open_tokenizer()
         for warning in self.tokenizer.chat_warnings():
             log.warning(warning)

@@ -31,7 +31,9 @@ class Session:
         self._sampling = sampling(arguments)
         self._records = None if arguments.prompts is None else read_records(arguments.prompts)
         image = self._named_image(self._records)
-        self._opened = Opened(arguments, launch, self._log, image=image, chat=arguments.chat)
+        self._opened = Opened(
+            arguments, launch, self._log, image=image, chat=arguments.chat, adapters=not arguments.compare_base
+        )
         full = self._opened.model.full
         if arguments.compare_base and full:
             raise UserError(
@@ -82,7 +84,9 @@ class Session:
         if not self._arguments.compare_base:
             return None
         generator.stage.adapters = False
+        self._opened.model.use_adapters(False)
         answers = {answer.request.row: answer for answer in generator.run(requests)}
+        self._opened.model.use_adapters(True)
         generator.stage.adapters = True
         return answers
 

@@ -16,18 +16,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.api import Session, load_model
+from engine.api import Session, export, load_model
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
 from engine.config.load import load_config
 from engine.distributed.sharding import replicated_spec
+from engine.inference.options import ModelChoice
 from engine.kernels.reference_formats import merged_decode
+from engine.layers.encoded_storage import encoded_entries
 from engine.ops import merged_weight
 from engine.rollouts.batch_parts import Completions
 from engine.rollouts.trained_sampler import TrainedSampler
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.generation import OpenedModel, open_for_generation
 from engine.training.trainer import train
 from tests.support.commands import losses, options, run_tool
 from tests.support.few_bits import NVFP4, compressed, draw_in_few_bits, group, in_few_bits
+from tests.support.format_parts import same_parts
 from tests.support.rollout_runs import prepared, rollout_settings, stepped
 from tests.support.shared_data import write_plays
 from tests.support.sweeps import sampled
@@ -119,6 +125,37 @@ def test_texts_and_scores_are_those_of_the_merged_model(run: Path, merged: Path)
     (texts, scores), (expected, theirs), (_, unrounded) = found
     assert texts == expected and scores == pytest.approx(theirs, rel=1e-5)
     assert unrounded != pytest.approx(theirs, rel=1e-3), "rounding changes nothing"
+
+
+def _codes(opened: OpenedModel, folder: Path) -> int:
+    """Checks that a model's codes are those of a checkpoint; returns how many linears have any."""
+    source, entries = open_source(folder), list(encoded_entries(opened.decoder))
+    for entry in entries:
+        stored = source.read_parts(entry.name, entry.spec, source.format(entry.name))
+        assert same_parts(dict(entry.parts), stored), entry.name
+    return len(entries)
+
+
+def test_generation_has_the_codes_of_the_export_and_the_bases_again(run: Path, models: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "exported", format="hf")
+    choice = ModelChoice(path=None, adapter=run, base_dtype="stored")
+    opened = open_for_generation(choice, Launch(rank=0, world_size=1, device=torch.device("cpu")), Log(1))
+    assert _codes(opened, tmp_path / "exported") == 35
+    assert opened.use_adapters(True) == 0
+    for _ in range(2):
+        assert opened.use_adapters(False) == 0
+        assert _codes(opened, models / "hf") == 35
+    assert opened.use_adapters(True) == 35
+    assert _codes(opened, tmp_path / "exported") == 35
+
+
+def test_answers_beside_the_bases(run: Path, models: Path) -> None:
+    asked = ("--base-dtype", "stored", "--max-new-tokens", 8, "--temperature", 0, "--prompt", PROMPTS[0])
+    both = run_tool("generate", "--adapter", run, "--compare-base", *asked).stdout.splitlines()
+    alone = run_tool("generate", "--model", models / "hf", *asked).stdout.splitlines()
+    tuned = run_tool("generate", "--adapter", run, *asked).stdout.splitlines()
+    assert [line.strip() for line in (*alone, *tuned)] == [line.partition("]")[2].strip() for line in both]
+    assert alone != tuned
 
 
 @pytest.mark.parametrize("layout", sampled(["one", "pp2", "dp2, parameters"], ["one"]))

@@ -115,8 +115,8 @@ def check_base(
         return ()
     if plan.merge_aware and decoder.made_by is not None:
         raise UserError(
-            f"lora.merge_aware is true, but the layers of this {decoder.family} model are transformers' own modules, of "
-            "which no merged checkpoint is written in few bits: set lora.merge_aware to false."
+            f"lora.merge_aware is true, but the layers of this {decoder.family} model are transformers' own modules, "
+            "of which no merged checkpoint is written in few bits: set lora.merge_aware to false."
         )
     parallel = config.parallel
     model = meta_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from torch.nn.functional import silu, softmax
 
 from engine.choices import ExpertFactors
 from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.experts.ops.merged_experts import factor_stack
 from engine.experts.ops.routing import RoutingRule
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.formats import Format
@@ -20,6 +21,7 @@ from engine.layers.encoded_storage import encoded_entries, fill_encoded, merged_
 from engine.layers.module import shard_entries
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
+from engine.ops.merged_weight import Factors, MergedRows
 from tests.distributed.cases import relative_error
 from tests.support.sweeps import sampled
 from tests.unit.test_merge_aware import Rounded, value_of
@@ -121,6 +123,7 @@ def test_experts_may_be_merged_in_one_launch(base: str, form: ExpertFactors) -> 
         of: Format, parts: Mapping[str, Tensor], b_EOR: Tensor, a_ERI: Tensor, scale: float, out_EOI: Tensor
     ) -> None:
         launches.append(out_EOI.shape)
+        assert b_EOR._is_view() and a_ERI._is_view(), "factors that lie in one storage are copied"
         for expert, out in enumerate(out_EOI):
             own = {name: part[expert] for name, part in parts.items()}
             PLAIN.merged_decode(of, own, b_EOR[expert], a_ERI[expert], scale, out)
@@ -129,3 +132,22 @@ def test_experts_may_be_merged_in_one_launch(base: str, form: ExpertFactors) -> 
     found, _ = _computed(base, form, loops=False, arithmetic=replace(PLAIN, merged_stack=merged_stack))
     assert {shape[0] for shape in launches} == {RULE.num_experts} and len(launches) % 3 == 0
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_factors_of_all_experts_are_a_view_where_they_lie_evenly() -> None:
+    """And a copy elsewhere; without an adapter on each, or where they differ, there is no stack."""
+    storage, a = torch.arange(3 * 8 * 4).float().view(3, 8, 4), torch.randn(2, 5)
+
+    def rows(each: Sequence[Tensor], scale: float = 2.0) -> list[MergedRows]:
+        return [MergedRows(slice(0, 6), {}, Factors(0, 6, b_OR, a, scale)) for b_OR in each]
+
+    even = [one[1:7, 1:3] for one in storage]
+    for each, is_view in ((even, True), (even[::-1], False), ([even[0], even[0], even[2]], False)):
+        stack = factor_stack(rows(each))
+        assert stack is not None
+        b_EOR, a_ERI = stack.whole()
+        assert torch.equal(b_EOR, torch.stack(list(each))) and torch.equal(a_ERI, a.expand(3, 2, 5))
+        assert (b_EOR.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()) == is_view
+        assert a_ERI.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+    assert factor_stack([*rows(even[:2]), MergedRows(slice(0, 6), {}, None)]) is None
+    assert factor_stack([*rows(even[:2]), *rows(even[2:], scale=3.0)]) is None

@@ -21,7 +21,7 @@ from engine.experts.layers.expert_adapters import ExpertAdapter, expert_adapters
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.grouped_adapters import Blocks, GroupedLowRank
 from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
-from engine.experts.ops.merged_experts import MergedExperts, MergedLowRanks
+from engine.experts.ops.merged_experts import MergedExperts, MergedLowRanks, factor_stack
 from engine.experts.ops.routed_experts import GroupedOperands
 from engine.kernels.records import AdapterPlace
 from engine.layers.branch import LinearShape
@@ -182,6 +182,7 @@ class GroupedLinear(AdaptedModule):
                 dtype=experts.dtype,
                 scratch=experts.scratch,
                 sections=tuple(own),
+                stacks=tuple(map(factor_stack, zip(*own, strict=True))),
                 state=self.encoded.state,
             )
         experts.announce(together=is_gpu(self._build))

@@ -15,6 +15,10 @@ from torch import Tensor
 from engine.kernels import reference_formats, reference_quantize
 from engine.kernels.formats import Format
 
+ExpertRowsProduct = Callable[
+    [Format, Mapping[str, Tensor], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], Tensor | None
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
@@ -37,6 +41,10 @@ class Arithmetic:
             where W has the numbers of `block_decode` in x's dtype and is in no memory. Sums are fp32, rounded once.
             None where a backend has no such.
         most_few_rows: T up to which it takes less time than `block_decode` and a product.
+        expert_rows_product: the same of E matrices, one below the other: format, parts, x [N, I], ends int32 [E],
+            index int64 or None, (h [N, R], B [E, O, R]) or None -> y [N, O]. Rows lie sorted by their matrix and end
+            at `ends`, which no host reads; with an index [N], row n is x[index[n]]. h B^T is added to the sums. None
+            where a backend has no such, and as its result where it has none of these sizes.
     """
 
     name: str
@@ -56,6 +64,7 @@ class Arithmetic:
     merged_stack: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor, float, Tensor], None] | None = None
     few_rows_product: Callable[[Format, Mapping[str, Tensor], Tensor, Tensor], None] | None = None
     most_few_rows: int = 0
+    expert_rows_product: ExpertRowsProduct | None = None
 
 
 PLAIN = Arithmetic(

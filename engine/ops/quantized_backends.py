@@ -47,7 +47,7 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
 
 
 def _triton(device: torch.device) -> QuantizedBackend:
-    from engine.kernels.triton import formats, inputs, merged_formats, quantize
+    from engine.kernels.triton import coded_rows, formats, inputs, merged_formats, quantize
 
     return QuantizedBackend(
         # a weight is encoded once, while it is loaded: torch's ops do that on the GPU
@@ -59,6 +59,9 @@ def _triton(device: torch.device) -> QuantizedBackend:
             block_decode=formats.block_decode,
             merged_decode=merged_formats.merged_decode,
             merged_stack=merged_formats.merged_stack,
+            few_rows_product=coded_rows.few_rows_product,
+            most_few_rows=coded_rows.MOST_FEW_ROWS,
+            expert_rows_product=coded_rows.expert_rows_product,
         ),
         operands=OperandKernels(
             quantize_rows=quantize.quantize_rows,

@@ -18,6 +18,7 @@ KERNELS = (
     "quantize",
     "formats",
     "merged_formats",
+    "coded_rows",
     "paged_attention",
     "sampling",
     "chunks",

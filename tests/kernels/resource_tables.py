@@ -31,7 +31,7 @@ COMMAND = "python -m tests.kernels.resource_tables --write --arch"
 PLANNED_FOR = (90, 100)
 """Launchers plan two blocks for each multiprocessor, with tiles for the shared memory of these."""
 
-UNFUSED = ("quantize.", "formats.", "merged_formats.")
+UNFUSED = ("quantize.", "formats.", "merged_formats.", "coded_rows.")
 """Kernels whose results have the bits of plain torch's: each product is rounded, and none fused with a sum."""
 
 Row = dict[str, Any]
@@ -77,6 +77,9 @@ KNOWN = (
     Known("delta_channel_gradients._token_sums", "", "[mf]_ptr load", "one number for each token of a block of 16"),
     Known(
         "formats", "", r"(parts\[2\]|factors\[0\]) load", "the scale of a block, and of B one number for a whole row"
+    ),
+    Known(
+        "coded_rows", "", r"out_ptr store|(factors\[[02]\]|parts\[2\]) load", "16 x 16 numbers, one a thread; scales"
     ),
     Known("state_steps", "", "(load|store) ", "the vectors of one head, one number a thread"),
     Known("grouped._product", "", "leaves 1 block", "sums of 128 x 256, or all stages of a smaller tile, fill it"),

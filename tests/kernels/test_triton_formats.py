@@ -49,7 +49,7 @@ def _codes(of: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
     return parts
 
 
-def _weight(of: Format, shape: tuple[int, int], device: str = "cpu") -> dict[str, Tensor]:
+def weight_parts(of: Format, shape: tuple[int, int], device: str = "cpu") -> dict[str, Tensor]:
     """Parts of normal numbers, row by row of another size; of granules every one of a block has the block's scale."""
     generator = torch.Generator(device).manual_seed(sum(shape))
     weight = torch.randn(*shape, generator=generator, device=device)
@@ -105,7 +105,7 @@ def test_merge(place: tuple[str, torch.dtype], name: str) -> None:
     """With no change, a small one that keeps nearly all scales, and one that keeps hardly any."""
     of = VARIANTS[name]
     for shape in (*SHAPES, (131, 20)):
-        parts = {part: values.to(place[0]) for part, values in _weight(of, shape).items()}
+        parts = {part: values.to(place[0]) for part, values in weight_parts(of, shape).items()}
         base = torch.empty(shape, dtype=place[1], device=place[0])
         reference_formats.block_decode(of, parts, base)
         for size in (0.0, 0.01, 2.0) if shape[0] == 5 else (0.1,):
@@ -122,7 +122,7 @@ def test_merge(place: tuple[str, torch.dtype], name: str) -> None:
 @variants
 def test_what_is_not_finite_is_in_its_block(place: tuple[str, torch.dtype], name: str) -> None:
     of, shape = VARIANTS[name], (10, 140)
-    parts = {part: values.to(place[0]) for part, values in _weight(of, shape).items()}
+    parts = {part: values.to(place[0]) for part, values in weight_parts(of, shape).items()}
     b_OR, a_RI = _factors(place, shape, 2, 0.01)
     b_OR[3, 1], b_OR[8, 0] = torch.nan, torch.inf
     if of.group:
@@ -141,7 +141,7 @@ def test_parts_of_a_cut(place: tuple[str, torch.dtype], name: str) -> None:
     of = VARIANTS[name]
     block = of.group or 128
     rows, columns = slice(32, 96), slice(block, 2 * block + 9)
-    whole = _weight(of, (128, 4 * block))
+    whole = weight_parts(of, (128, 4 * block))
     parts = {}
     for part, values in whole.items():
         per_row = of.granule if part == "scales" else 1
@@ -166,7 +166,7 @@ def test_scales_at_the_ends(place: tuple[str, torch.dtype]) -> None:
     """Scales of 0, exponents of the smallest and the largest power of 2, and sums that stop at the dtype's ends."""
     for name in ("nvfp4", "mxfp4", "mxfp8", "int4", "fp8_block"):
         of, shape = FORMATS[name], (4, 160)
-        parts = {part: values.to(place[0]) for part, values in _weight(of, shape).items()}
+        parts = {part: values.to(place[0]) for part, values in weight_parts(of, shape).items()}
         scales = parts["scales"].view(torch.uint8) if parts["scales"].dtype.itemsize == 1 else parts["scales"]
         ends = torch.tensor([0, 254, 1, 253], dtype=torch.float32) if name.startswith("mx") else torch.zeros(4)
         scales.view(len(scales), -1)[:, 0] = ends[: len(scales)].to(scales)
@@ -184,7 +184,7 @@ def test_rows_of_several_matrices(place: tuple[str, torch.dtype], name: str) -> 
     """Three experts' gate and up, each with adapters of its own, in a launch for all gates and one for all ups."""
     of, columns = VARIANTS[name], 160
     sections, height = (slice(0, 32), slice(32, 96)), 96
-    experts = [_weight(of, (height, columns)) for _ in range(3)]
+    experts = [weight_parts(of, (height, columns)) for _ in range(3)]
     parts = {part: torch.cat([one[part] for one in experts]).to(place[0]) for part in experts[0]}
     wide = torch.full((3 * height, columns + 8), torch.nan, dtype=place[1], device=place[0])
     out = wide[:, :columns].view(3, height, columns)
@@ -214,7 +214,7 @@ def _part_rows(of: Format, part: str, rows: slice) -> slice:
 def test_sizes_of_models(name: str, shape: tuple[int, int]) -> None:
     """The MLP of an 8B model, and 8 experts of gpt-oss-20b."""
     of = VARIANTS[name]
-    parts = _weight(of, shape, "cuda")
+    parts = weight_parts(of, shape, "cuda")
     generator = torch.Generator("cuda").manual_seed(5)
     b_OR, a_RI = (torch.randn(*size, generator=generator, device="cuda") for size in ((shape[0], 16), (16, shape[1])))
     ours, expected = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -24,7 +24,7 @@ from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
 from engine.kernels.formats import FORMATS, part_shapes
 from engine.kernels.records import AdapterSection, DropoutKey, GroupedUpdate, InputUpdate
-from engine.kernels.triton import formats, grouped, grouped_factors, merged_formats, quantize
+from engine.kernels.triton import coded_rows, formats, grouped, grouped_factors, merged_formats, quantize
 from engine.kernels.triton.rows import weigh_rows
 from engine.ops.kernels import backend
 
@@ -341,10 +341,35 @@ def encoded_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator
 def _format(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     """Decodes a weight in few bits beside a folded adapter's B, and merges an adapter of rank 16 into its codes."""
     of, whole = FORMATS[name], torch.empty(rows, columns + 16, dtype=dtype)
-    parts = {part: torch.empty(shape, dtype=kind) for part, (shape, kind) in part_shapes(of, rows, columns).items()}
+    parts = _empty_parts(name, rows, columns)
     formats.block_decode(of, parts, whole[:, :columns])
     b_OR, a_RI = whole[:, columns:], torch.empty(16, columns, dtype=dtype)
     merged_formats.merged_decode(of, parts, b_OR, a_RI, 2.0, whole[:, :columns])
+
+
+def few_rows_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Yields 16 rows times matrices in codes, and of experts with an adapter of rank 16."""
+    rows, columns, experts = sizes.hidden, sizes.intermediate, 8
+
+    def one(name: str) -> None:
+        x, out = torch.empty(16, columns, dtype=dtype), torch.empty(16, rows, dtype=dtype)
+        coded_rows.few_rows_product(FORMATS[name], _empty_parts(name, rows, columns), x, out)
+
+    def of_experts(name: str) -> None:
+        index, ends = torch.empty(64, dtype=torch.int64), torch.empty(experts, dtype=torch.int32)
+        h, b = torch.empty(64, 16, dtype=dtype), torch.empty(experts, rows, 16, dtype=dtype)
+        parts, x = _empty_parts(name, experts * rows, columns), torch.empty(16, columns, dtype=dtype)
+        coded_rows.expert_rows_product(FORMATS[name], parts, x, ends, index_N=index, factors=(h, b))
+
+    for name in FORMATS:
+        yield Case(f"{sizes.name} few rows {name}", partial(one, name))
+    for name in ("mxfp4", "fp8_block"):
+        yield Case(f"{sizes.name} few rows of experts {name}", partial(of_experts, name))
+
+
+def _empty_parts(name: str, rows: int, columns: int) -> dict[str, Tensor]:
+    shapes = part_shapes(FORMATS[name], rows, columns)
+    return {part: torch.empty(shape, dtype=kind) for part, (shape, kind) in shapes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -552,6 +577,7 @@ def quick_cases() -> Iterator[Case]:
             yield case
     yield from elementwise_cases(LLAMA_8B)
     yield from encoded_cases(LLAMA_8B)
+    yield from few_rows_cases(LLAMA_8B)
     yield from decode_cases(LLAMA_HEADS)
     yield from state_cases(QWEN_9B)
     yield state_space_case("nemotron 8b", 8192, 128, 8, 64, 128)
@@ -613,6 +639,7 @@ def other_cases(name: str) -> Iterator[Case]:
             yield from adapter_cases(ONES, Adapters(rank=1, folded=folded, first_feature=3))
         yield from elementwise_cases(ONES)
         yield from encoded_cases(ONES)
+        yield from few_rows_cases(ONES)
         yield from decode_cases(Heads(name="ones", heads=1, kv_heads=1, head_dim=2), lengths=(1, 2048))
         yield from state_cases(States(name="ones", tokens=2, key_heads=1, heads=1, key_dim=1, value_dim=1, width=2))
         yield state_space_case("ones", 2, 1, 1, 1, 1)
@@ -624,6 +651,7 @@ def other_cases(name: str) -> Iterator[Case]:
             yield from adapter_cases(LLAMA_8B, Adapters(rank=16, folded=folded), dtype)
         yield from elementwise_cases(LLAMA_8B, dtype)
         yield from encoded_cases(LLAMA_8B, dtype)
+        yield from few_rows_cases(LLAMA_8B, dtype)
         yield from decode_cases(LLAMA_HEADS, dtype)
         yield from state_cases(QWEN_9B, dtype)
         yield state_space_case("nemotron 8b", 8192, 128, 8, 64, 128, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from engine.experts.kernels import GroupedKernels
 from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.experts.ops.routing import RoutingRule
+from engine.kernels import reference_formats
+from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.formats import Format
 from engine.kernels.records import GroupedUpdate
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
@@ -71,13 +75,24 @@ def _weigh(g_NF: Tensor, a_NF: Tensor, weights_N: Tensor) -> Tensor:
     return dots
 
 
+def _from_codes(
+    of: Format, parts: Mapping[str, Tensor], x: Tensor, ends_E: Tensor, index_N: Tensor | None,
+    factors: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    decoded = torch.empty(parts["codes"].shape[0], x.shape[1])
+    reference_formats.block_decode(of, parts, decoded)
+    update = None if factors is None else GroupedUpdate(h_NR=factors[0], factors_ERM=factors[1].mT)
+    weights = decoded.unflatten(0, (ends_E.shape[0], -1)).mT
+    return _product(x, weights, ends_E, update=update, index_N=index_N)
+
+
 IN_TORCH = GroupedKernels(product=_product, project=_project, outer=_outer, weigh=_weigh)
 
 
 def _computed(
     fused: bool, *, dropout: float = 0.0, experts: Any = "per_expert", trains: tuple[str, ...] = (),
     base: str | None = None, differ: bool = False, adapters: bool = True, biases: bool = False,
-    merges: bool = False,
+    merges: bool = False, arithmetic: Arithmetic = PLAIN,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The output, the input's gradient and those of all that trains."""
 
@@ -91,7 +106,7 @@ def _computed(
         trains=lambda name: name.endswith(("router", *trains)), adapter=adapter, seed=5, experts=experts,
         merge_aware=merges,
     )  # fmt: skip
-    layout = TensorLayout(base=None if base is None else BaseEncoding.named(base))
+    layout = TensorLayout(base=None if base is None else BaseEncoding.named(base, arithmetic))
     build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
     sizes = RoutedSizes(rule=RULE, intermediate=INNER, has_biases=biases)
     mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, layer=0, first_site=2, shared_site=9, build=build)
@@ -138,3 +153,24 @@ def test_they_compute_what_loops_do(case: str) -> None:
     assert any(not value.any() for key, value in expected.items() if "experts" in key) or "shared" in case
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=2e-4, atol=2e-4 * value.abs().max().item(), msg=key)
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared_outer", "shared"])
+@pytest.mark.parametrize("base", ["nvfp4", "int8"])
+def test_few_rows_are_multiplied_from_the_codes(base: str, experts: str) -> None:
+    """Of 24 rows and eight experts, as long as three rows each are few; in backward weights are decoded."""
+    calls = []
+
+    def product(*arguments: Any) -> Tensor:
+        calls.append(arguments[2].shape[0])
+        return _from_codes(*arguments)
+
+    case: dict[str, Any] = {"base": base, "experts": experts, "dropout": 0.25, "biases": True}
+    expected = _computed(False, **case)
+    for most, called in ((3, [TOKENS, 2 * TOKENS]), (2, [])):
+        calls.clear()
+        arithmetic = replace(PLAIN, expert_rows_product=product, most_few_rows=most)
+        found = _computed(True, arithmetic=arithmetic, **case)
+        assert calls == called
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=2e-4, atol=2e-4 * value.abs().max().item(), msg=key)

@@ -2,8 +2,9 @@
 
 Where the host knows the experts' rows, each expert that has any is decoded before its own product, into the one matrix
 of memory that all linears of a device share (see `engine.ops.encoded_weight`). Where one launch serves all experts,
-those of a layer are decoded together, because no one but the device knows which have rows. Either way B is copied
-beside W, whatever the encoding: codes of experts are never multiplied as such.
+those of a layer are decoded together, because no one but the device knows which have rows; few rows, as a pass of
+sampling has them, are multiplied from the codes of those that do (`few_rows_product`). Where W is decoded B is copied
+beside it, whatever the encoding: codes of experts are no operands of FP8 products.
 
 Legend: E experts, O and I features of a linear's output and input, R columns of the adapters' B.
 """
@@ -74,6 +75,29 @@ class EncodedExperts:
         if num_columns > self.weight.in_features and self.b_EOR is not None:
             out[:, self.weight.in_features :] = self.b_EOR.flatten(0, 1)
         return out.view(self.num_experts, self._rows, num_columns)
+
+    def few_rows_product(
+        self,
+        x_NI: Tensor,
+        ends_E: Tensor,
+        index_N: Tensor | None,
+        factors: tuple[Tensor, Tensor] | None,
+    ) -> Tensor | None:
+        """Returns y[n] = x[i(n)] W[e(n)]^T + h[n] B[e(n)]^T, [N, O], from the codes; None where the backend has no such
+        product, or decoding takes less time.
+
+        Args:
+            x_NI, ends_E, index_N: rows sorted by expert; see `engine.kernels.codec.Arithmetic`.
+            factors: h [N, R] and B [E, O, R].
+        """
+        encoding, num_rows = self.weight.encoding, x_NI.shape[0] if index_N is None else index_N.shape[0]
+        multiply = encoding.arithmetic.expert_rows_product
+        if multiply is None or encoding.format is None:
+            return None
+        # as many for each expert as a matrix alone may have
+        if num_rows > encoding.arithmetic.most_few_rows * self.num_experts:
+            return None
+        return multiply(encoding.format, self.weight.parts, x_NI, ends_E, index_N, factors)
 
     def _take(self, rows: int, num_columns: int) -> Tensor:
         device = next(iter(self.weight.parts.values())).device

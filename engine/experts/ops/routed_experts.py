@@ -152,11 +152,13 @@ class GroupedOperands:
         """Returns y [N, O], of x and H; see `project`."""
         groups, low_rank = rows.groups, self.low_rank
         if self.grouped is not None and self.fuses(groups):
-            w_EOI, b_EOR = self._factors()
-            update = None
-            if h is not None and b_EOR is not None and not self._merges:
-                update = GroupedUpdate(h_NR=h, factors_ERM=b_EOR.mT)
-            y = self.grouped.product(x_NI, w_EOI.mT, groups.ends, update=update, index_N=index_N)
+            y = self._few_rows_product(x_NI, h, groups, index_N)
+            if y is None:
+                w_EOI, b_EOR = self._factors()
+                update = None
+                if h is not None and b_EOR is not None and not self._merges:
+                    update = GroupedUpdate(h_NR=h, factors_ERM=b_EOR.mT)
+                y = self.grouped.product(x_NI, w_EOI.mT, groups.ends, update=update, index_N=index_N)
             if self.bias_EO is not None and self.adds_bias:
                 add_grouped_rows(y, self.bias_EO, groups)
             return y
@@ -185,20 +187,34 @@ class GroupedOperands:
             return both, self.low_rank.back_through_b(dy_NO, rows)
         return both[:, : self.in_features], both[:, self.in_features :]
 
+    def _few_rows_product(
+        self, x_NI: Tensor, h: Tensor | None, groups: RowGroups, index_N: Tensor | None
+    ) -> Tensor | None:
+        """Returns y of few rows, from the codes of the experts that have some; None where weights are decoded."""
+        if self.encoded is None or self._merges:
+            return None
+        b_EOR = self._b_factors(self.encoded.b_EOR)
+        factors = None if h is None or b_EOR is None else (h, b_EOR)
+        return self.encoded.few_rows_product(x_NI, groups.ends, index_N, factors)
+
     def _factors(self) -> tuple[Tensor, Tensor | None]:
-        """Returns each expert's W [E, O, I], decoded where it is stored encoded, and B [E, O, R]; of one that experts
-        share no copies."""
+        """Returns each expert's W [E, O, I], decoded where it is stored encoded, and B."""
         width = self.extended_EOI.shape[2]
         both_EOI = self.extended_EOI if self.encoded is None else self.encoded.every(width)
-        w_EOI, b_EOR = both_EOI[..., : self.in_features], both_EOI[..., self.in_features :]
+        return both_EOI[..., : self.in_features], self._b_factors(both_EOI[..., self.in_features :])
+
+    def _b_factors(self, beside_EOR: Tensor | None) -> Tensor | None:
+        """Returns each expert's B [E, O, R], of one that experts share no copies; None without adapters.
+
+        Args:
+            beside_EOR: those that lie beside the weights.
+        """
         low_rank = self._one_low_rank
         if low_rank is None:
-            return w_EOI, None
+            return None
         if low_rank.b_OR is not None:
-            b_EOR = low_rank.b_OR.expand(w_EOI.shape[0], -1, -1)
-        elif low_rank.b_EOR is not None:
-            b_EOR = low_rank.b_EOR
-        return w_EOI, b_EOR
+            return low_rank.b_OR.expand(self.extended_EOI.shape[0], -1, -1)
+        return beside_EOR if low_rank.b_EOR is None else low_rank.b_EOR
 
     def _fused_mask(self, rows: ExpertRows) -> tuple[Tensor | None, float]:
         """Returns the mask of these rows' inputs in the backend's form, and what is kept is multiplied by."""

@@ -1,4 +1,5 @@
-"""Cases of weights in the formats that vendors ship: decoding them for a product, with an adapter in them or without.
+"""Cases of weights in the formats that vendors ship: decoding them for a product, with an adapter in them or without,
+and products of few rows.
 
 The weight is the MLP's, [intermediate, hidden]. The peers are the libraries that write such checkpoints, by the
 functions with which they read them; some of those write bf16 whatever the dtype of the activations.
@@ -126,6 +127,47 @@ def decode(setting: Setting, *, name: str) -> Case:
     )
 
 
+DECODED = "%s, decoded"
+"""A backend whose product reads the decoded weight."""
+
+
+def few_rows(setting: Setting, *, name: str, count: int) -> Case:
+    """Returns the case of few rows times a weight, from its codes and from numbers that are decoded first: up to how
+    many rows the former takes less time is `Arithmetic.most_few_rows`."""
+    of, weight = FORMATS[name], _weight(setting)
+    parts, x = encoding(of).encode(weight), setting.draws("few rows").normal(count, weight.shape[1])
+    numbers = weight.to(setting.dtype)
+    out = x.new_empty(count, weight.shape[0])
+
+    def after(decode: Callable[..., None], scratch: Tensor) -> Callable[..., None]:
+        def product(out: Tensor) -> None:
+            decode(of, parts, scratch)
+            torch.mm(x, scratch.t(), out=out)
+
+        return product
+
+    contestants, pairs = {}, {}
+    for who, decode in _engines(setting, "block_decode").items():
+        multiply = None if who == TORCH else choose_quantized(who, setting.device).arithmetic.few_rows_product
+        decoded = who if multiply is None else DECODED % who
+        contestants[decoded] = _writing(after(decode, torch.empty_like(numbers)), out=torch.empty_like(out))
+        if multiply is not None:
+            contestants[who] = _writing(multiply, of, parts, x, out=torch.empty_like(out))
+            pairs[f"{name}, {count} rows"] = (who, decoded)
+
+    def answer() -> Results:
+        reference_formats.block_decode(of, parts, numbers)
+        return (x.double() @ numbers.double().t(),)
+
+    return Case(
+        size=f"{count} rows, {weight.shape[0]}x{weight.shape[1]}",
+        demand=Demand(moved=sum(part.nbytes for part in (*parts.values(), x, out))),
+        contestants=contestants,
+        answer=answer,
+        verdicts=pairs,
+    )
+
+
 def merged(setting: Setting, *, name: str, rank: int) -> Case:
     """Returns the case of a weight that takes an adapter before it is rounded; the limit is that of decoding, since no
     ceiling is one of sums in order."""
@@ -153,5 +195,10 @@ _MERGED = ("nvfp4", "fp8_block", "int4", "fp8_channel")
 
 CASES = {
     **{f"{name} decode": partial(decode, name=name) for name in _COMPRESSED},
+    **{
+        f"{name} product, {count} rows": partial(few_rows, name=name, count=count)
+        for name in ("nvfp4", "mxfp4", "fp8_block", "int4")
+        for count in (1, 4, 16, 64)
+    },
     **{f"{name} merged, rank {rank}": partial(merged, name=name, rank=rank) for name in _MERGED for rank in (16, 64)},
 }

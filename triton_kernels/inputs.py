@@ -67,6 +67,7 @@ def _round_input_kernel(
     row_scale_ptr,
     num_features,
     num_groups,
+    num_bytes,
     smallest,
     CODE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -100,7 +101,6 @@ def _round_input_kernel(
             codes = tl.reshape(_e2m1_codes(x_BC * factor_B[:, None]), [BLOCKS * GROUP // 2, 2])
             first, second = tl.split(codes)
             bytes_P = start * (GROUP // 2) + tl.arange(0, BLOCKS * GROUP // 2)
-            num_bytes = (num_features + 1) // 2
             packed = (first | (second << 4)).to(tl.uint8)
             tl.store(codes_ptr + row * num_bytes + bytes_P, packed, mask=bytes_P < num_bytes)
         else:
@@ -111,7 +111,7 @@ def _round_input_kernel(
                 stored_B, scale_B = exponents_B.to(tl.uint8), e8m0_values(exponents_B)
             quotient = tl.div_rn(x_BC, tl.broadcast_to(scale_B[:, None], x_BC.shape))
             features_BC = (blocks_B * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-            codes = codes_ptr + row * num_features + features_BC
+            codes = codes_ptr + row * num_bytes + features_BC
             tl.store(codes, e4m3_codes(quotient, CAST), mask=features_BC < num_features)
         tl.store(scales_row + blocks_B * scales_group_stride, stored_B, mask=ok_B)
 
@@ -141,6 +141,7 @@ def round_input(of: Format, x_TI: Tensor) -> dict[str, Tensor]:
         parts.get("tensor_scale"),
         num_features,
         num_groups,
+        parts["codes"].shape[1],
         0 if own.name == "mxfp8" else float_bits(SMALLEST_INPUT),
         CODE="e2m1" if own.name == "nvfp4" else "e4m3",
         SCALE={torch.float32: "float", torch.uint8: "e8m0"}.get(scales.dtype, "e4m3"),

@@ -19,6 +19,7 @@ KERNELS = (
     "formats",
     "merged_formats",
     "coded_rows",
+    "inputs",
     "paged_attention",
     "sampling",
     "chunks",

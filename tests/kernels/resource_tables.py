@@ -31,7 +31,7 @@ COMMAND = "python -m tests.kernels.resource_tables --write --arch"
 PLANNED_FOR = (90, 100)
 """Launchers plan two blocks for each multiprocessor, with tiles for the shared memory of these."""
 
-UNFUSED = ("quantize.", "formats.", "merged_formats.", "coded_rows.")
+UNFUSED = ("quantize.", "formats.", "merged_formats.", "coded_rows.", "inputs.")
 """Kernels whose results have the bits of plain torch's: each product is rounded, and none fused with a sum."""
 
 Row = dict[str, Any]

@@ -24,9 +24,10 @@ from engine.hybrids import triton_ops
 from engine.hybrids.pieces import Pieces
 from engine.kernels.formats import FORMATS, part_shapes
 from engine.kernels.records import AdapterSection, DropoutKey, GroupedUpdate, InputUpdate
-from engine.kernels.triton import coded_rows, formats, grouped, grouped_factors, merged_formats, quantize
+from engine.kernels.triton import coded_rows, formats, grouped, grouped_factors, inputs, merged_formats, quantize
 from engine.kernels.triton.rows import weigh_rows
 from engine.ops.kernels import backend
+from engine.ops.scaled_products import SCALED_FORMATS
 
 TRITON = backend("triton")
 
@@ -328,12 +329,18 @@ def encoded_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator
                 quantize.quantize_matrix(x, scale)
         quantize.transpose_codes(torch.empty(sizes.intermediate, sizes.hidden, dtype=torch.float8_e4m3fn))
 
+    def rounded(name: str) -> None:
+        for width in (sizes.hidden, sizes.intermediate):
+            inputs.round_input(FORMATS[name], torch.empty(sizes.tokens, width, dtype=dtype))
+
     for extra in (0, 16):
         name = f"{sizes.name}{f' beside B of {extra}' if extra else ''}"
         yield Case(f"{name} nf4", partial(nf4, extra))
         yield Case(f"{name} int8", partial(by_row, torch.int8, extra))
         yield Case(f"{name} fp8", partial(by_row, torch.float8_e4m3fn, extra), E4M3_SINCE)
     yield Case(f"{sizes.name} codes", codes, E4M3_SINCE)
+    for name in SCALED_FORMATS:
+        yield Case(f"{sizes.name} rounded to {name}", partial(rounded, name), E4M3_SINCE)
     for name in FORMATS:
         yield Case(f"{sizes.name} format {name}", partial(_format, name, rows, columns, dtype))
 

@@ -130,7 +130,7 @@ def _tests(name: str, files: str) -> Part:
 
 _KERNELS = (
     "lora", "rmsnorm", "swiglu", "rope", "head_norm", "dropout", "cross_entropy", "output_gradients", "quantize",
-    "formats", "coded_rows", "rows", "grouped", "paged_attention", "hybrids",
+    "formats", "coded_rows", "inputs", "rows", "grouped", "paged_attention", "hybrids",
 )  # fmt: skip
 _ONE_EACH = " ".join(("--one-each", *(f"tests/kernels/test_triton_{name}.py" for name in _KERNELS)))
 
@@ -163,7 +163,8 @@ PARTS = (
     _tests("norms", "tests/kernels/test_triton_rmsnorm.py tests/kernels/test_triton_head_norm.py"),
     _tests("swiglu", "tests/kernels/test_triton_swiglu.py tests/kernels/test_triton_output_gradients.py"),
     _tests("encoded", "tests/kernels/test_triton_quantize.py tests/kernels/test_triton_encoded_base.py"),
-    _tests("formats", "tests/kernels/test_triton_formats.py tests/kernels/test_triton_coded_rows.py"),
+    _tests("formats", "tests/kernels/test_triton_formats.py tests/kernels/test_triton_coded_rows.py "
+           "tests/kernels/test_triton_inputs.py"),
     _tests("elementwise", "tests/kernels/test_triton_rope.py tests/kernels/test_triton_dropout.py "
            "tests/kernels/test_triton_rows.py tests/kernels/test_triton_partial_sums.py "
            "tests/kernels/test_triton_aligned.py"),

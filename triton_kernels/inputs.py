@@ -113,7 +113,7 @@ def _round_input_kernel(
             features_BC = (blocks_B * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
             codes = codes_ptr + row * num_bytes + features_BC
             tl.store(codes, e4m3_codes(quotient, CAST), mask=features_BC < num_features)
-        tl.store(scales_row + blocks_B * scales_group_stride, stored_B, mask=ok_B)
+        tl.store(scales_row + blocks_B.to(tl.int64) * scales_group_stride, stored_B, mask=ok_B)
 
 
 def round_input(of: Format, x_TI: Tensor) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from rankfold.benchmarking.kernels import (
     product,
     quantize,
     rope,
+    rounded,
     states,
     swiglu,
 )
@@ -39,7 +40,7 @@ GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "head": ("Frozen head and loss", loss.HEAD_CASES),
     "optimizer": ("AdamW", optimizer.CASES),
     "attention": ("Causal attention", attention.CASES),
-    "quantize": ("Quantised weights and operands", {**quantize.CASES, **formats.CASES}),
+    "quantize": ("Quantised weights and operands", {**quantize.CASES, **formats.CASES, **rounded.CASES}),
     "frozen": ("Frozen products on a CPU", frozen.CASES),
     "states": ("Layers with states", states.CASES),
     "product": ("Frozen product and adapters: which way is faster", product.CASES),

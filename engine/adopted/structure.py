@@ -46,12 +46,6 @@ class Structure:
     count: int
 
     @property
-    def body_in_images(self) -> str:
-        """The name of the body inside the module that takes images; empty where that is the body."""
-        assert self.images is not None
-        return self.body[len(self.images) :].lstrip(".")
-
-    @property
     def layers_path(self) -> str:
         """The name of the list of layers inside the whole."""
         return f"{self.body}.{self.layers}"

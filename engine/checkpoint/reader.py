@@ -108,10 +108,6 @@ class TensorReader(ABC):
     def expect_rows(self, name: str, rows: Sequence[int]) -> None:  # noqa: B027 - a hint may be ignored
         """Hints that these rows will be read soon, so that many are prefetched from the disk together."""
 
-    def total_bytes(self) -> int:
-        """Returns the bytes of all tensors as stored."""
-        return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())
-
     def require_numbers(self, name: str) -> None:
         """Raises UserError where `name` is stored in a dtype of codes, or of an encoding, which are not values yet."""
         if (dtype := self.dtype(name)) not in WEIGHT_DTYPES:

@@ -20,6 +20,7 @@ from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy, losses_and_entropies
 from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import NormInput
+from engine.ops.operands import LinearOperands
 from engine.ops.several_labels import several_label_losses
 
 
@@ -108,17 +109,15 @@ def head_figures(
         divisor *= temperature
     source = head_input(config, norm, divisor)
     pieces = vocab_spec.pieces
-    first_id = pieces[0].global_offset if pieces else config.vocab_size
-    num_ids = pieces[0].length if pieces else 0
-    differentiable = entropies == "gradient" and torch.is_grad_enabled()
-    entropies_T: Tensor | None = None
-    if entropies != "none" and not differentiable:
-        entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device)
+    held = HeldVocabulary(
+        first_id=pieces[0].global_offset if pieces else config.vocab_size,
+        num_ids=pieces[0].length if pieces else 0,
+        axis=operands.axis,
+    )
     chosen = () if context.choice is None else context.choice.leaves(operands.name)
     is_fused = not is_read_in_backward(head) and not chosen
     if block_loss is not None:
         assert temperature == 1.0 and entropies == "none" and several is None
-        held = HeldVocabulary(first_id=first_id, num_ids=num_ids, axis=operands.axis)
         if is_fused:
             losses_T = frozen_head_block_losses(
                 x, source, operands, block_loss, held=held, cap=cap, leaves=source.leaves()
@@ -131,43 +130,71 @@ def head_figures(
         losses_T = several_label_losses(
             head(x, source, context, output_divisor=divisor),
             several.labels_KBS.flatten(1),
-            first_id=first_id,
-            num_ids=num_ids,
-            axis=operands.axis,
+            first_id=held.first_id,
+            num_ids=held.num_ids,
+            axis=held.axis,
             kernels=operands.kernels,
             cap=cap,
             temperature=temperature,
         )
-    elif is_fused:
+    else:
+        logits = None if is_fused else head(x, source, context, output_divisor=divisor)
+        return _label_figures(x, labels_T, source, operands, logits, held=held, entropies=entropies)
+    return TokenFigures(losses_T)
+
+
+def _label_figures(
+    x: Tensor,
+    labels_T: Tensor,
+    source: NormInput,
+    operands: LinearOperands,
+    logits: Tensor | None,
+    *,
+    held: HeldVocabulary,
+    entropies: EntropyUse,
+) -> TokenFigures:
+    """Returns the losses of one label for each token, and entropies where they are wanted.
+
+    Args:
+        x, labels_T, entropies: as of `head_figures`.
+        source, operands: of the head.
+        logits: [T, V / tp]; None where the head and its loss are computed together.
+        held: this rank's part of the vocabulary.
+    """
+    differentiable = entropies == "gradient" and torch.is_grad_enabled()
+    entropies_T: Tensor | None = None
+    if entropies != "none" and not differentiable:
+        entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device)
+    if logits is None:
         found = frozen_head_losses(
             x,
             source,
             operands,
             labels_T,
-            first_id=first_id,
-            num_ids=num_ids,
+            first_id=held.first_id,
+            num_ids=held.num_ids,
             leaves=source.leaves(),
             entropies_T=entropies_T,
             differentiable=differentiable,
         )
-        losses_T, entropies_T = found if isinstance(found, tuple) else (found, entropies_T)
-    elif differentiable:
-        losses_T, entropies_T = losses_and_entropies(
-            head(x, source, context, output_divisor=divisor),
+        return TokenFigures(*found) if isinstance(found, tuple) else TokenFigures(found, entropies_T)
+    if differentiable:
+        both = losses_and_entropies(
+            logits,
             labels_T,
-            first_id=first_id,
-            num_ids=num_ids,
-            axis=operands.axis,
+            first_id=held.first_id,
+            num_ids=held.num_ids,
+            axis=held.axis,
             kernels=operands.kernels,
         )
-    else:
-        losses_T = cross_entropy(
-            head(x, source, context, output_divisor=divisor),
-            labels_T,
-            first_id=first_id,
-            num_ids=num_ids,
-            axis=operands.axis,
-            kernels=operands.kernels,
-            entropies_T=entropies_T,
-        )
+        return TokenFigures(*both)
+    losses_T = cross_entropy(
+        logits,
+        labels_T,
+        first_id=held.first_id,
+        num_ids=held.num_ids,
+        axis=held.axis,
+        kernels=operands.kernels,
+        entropies_T=entropies_T,
+    )
     return TokenFigures(losses_T, entropies_T)

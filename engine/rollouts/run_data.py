@@ -14,6 +14,7 @@ from engine.data.order import DataOrder
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.inference.generate import context_limit
+from engine.models.decoder_config import DecoderConfig
 from engine.rollouts.agents.agent import Agent, read_agent
 from engine.rollouts.data.prompts import PromptLoader, PromptSet, read_prompts
 from engine.rollouts.data.routes import RouteShape
@@ -105,16 +106,7 @@ def read_prompt_data(
     data, rollout, decoder = config.data, config.rollout, model.decoder
     train = data.train or rollout.agent
     assert train is not None
-    if decoder.needs_images:
-        raise UserError(
-            f"every layer of this {decoder.family} model attends to an image, and rollouts have text alone: choose "
-            "another model."
-        )
-    if data.seq_length > (limit := context_limit(decoder)):
-        raise UserError(
-            f"data.seq_length is {data.seq_length}, which prompts and completions may reach, but the model's context "
-            f"is {limit}: set data.seq_length to {limit} or less."
-        )
+    _check_texts(decoder, data.seq_length)
     programs = Programs(tools=supplied.tools, environments=supplied.environments)
     tools: Tools | Agent | None = None
     if rollout.agent is not None:
@@ -144,18 +136,7 @@ def read_prompt_data(
             "objective.epsilon, objective.epsilon_high and objective.delta have nothing to limit: with "
             "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
         )
-    validation = None
-    if data.validation_split is not None:
-        prompts, validation = prompts.held_out(data.validation_split, config.train.seed)
-    elif data.validation is not None:
-        validation = read(data.validation, "reading validation prompts")
-        for name in sorted(set(prompts.columns) - set(validation.columns)):
-            refuse_compared(config, name, data.validation)
-            log.warning(
-                f"no record of {data.validation} has the field {name}, which records of {data.train} have: reward "
-                "functions are given None for it in evaluations"
-            )
-        validation = validation.with_columns(prompts.columns)
+    prompts, validation = _validation(config, prompts, read, log)
     if validation is not None:
         validation = validation.first(config.train.eval_samples)
         log.info(f"validation data: {validation.summary(room)}")
@@ -178,6 +159,43 @@ def read_prompt_data(
     return PromptData(
         tokenizer=tokenizer, train=loader, rewards=supplied.rewards, tools=tools, routes=routes, validation=validation
     )
+
+
+def _check_texts(decoder: DecoderConfig, length: int) -> None:
+    """Refuses a model that text alone is not enough for, and rows that are longer than its context."""
+    if decoder.needs_images:
+        raise UserError(
+            f"every layer of this {decoder.family} model attends to an image, and rollouts have text alone: choose "
+            "another model."
+        )
+    if length > (limit := context_limit(decoder)):
+        raise UserError(
+            f"data.seq_length is {length}, which prompts and completions may reach, but the model's context "
+            f"is {limit}: set data.seq_length to {limit} or less."
+        )
+
+
+def _validation(
+    config: RunConfig, prompts: PromptSet, read: Callable[[str, str], PromptSet], log: Log
+) -> tuple[PromptSet, PromptSet | None]:
+    """Returns the prompts to train on, and those of evaluations: a part of all, or of a file of their own.
+
+    Args:
+        read: reads a file, with words for its progress.
+    """
+    data = config.data
+    if data.validation_split is not None:
+        return prompts.held_out(data.validation_split, config.train.seed)
+    if data.validation is None:
+        return prompts, None
+    validation = read(data.validation, "reading validation prompts")
+    for name in sorted(set(prompts.columns) - set(validation.columns)):
+        refuse_compared(config, name, data.validation)
+        log.warning(
+            f"no record of {data.validation} has the field {name}, which records of {data.train} have: reward "
+            "functions are given None for it in evaluations"
+        )
+    return prompts, validation.with_columns(prompts.columns)
 
 
 def _require_known(name: str, prompts: PromptSet, vocabulary: int) -> None:

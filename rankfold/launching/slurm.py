@@ -68,41 +68,8 @@ if [[ $status -eq 75 || ($stopping -eq 1 && $status -ne 0) ]]; then
 fi
 exit "$status"
 """
-_ABOUT = """\
-# A run over several nodes under Slurm, which continues by itself after its time limit or a preemption:
-#
-#   sbatch --nodes 2 --gpus-per-node 8 examples/slurm/train.sbatch run.yaml --parallel.tensor 8
-#
-# What stands behind the configuration goes to the training. README.md beside this file says what each part is for."""
-_GIVEN = r"""
-if [[ $# -lt 1 ]]; then
-    echo "usage: sbatch [--nodes N --gpus-per-node G] ${BASH_SOURCE[0]} CONFIG [OPTION VALUE]..." >&2
-    exit 2
-fi
-config=$1
-shift
-
-# Slurm copies the script: the checkout is where sbatch was called, unless ENGINE says otherwise
-engine=${ENGINE:-${SLURM_SUBMIT_DIR:-$PWD}}
-python=${PYTHON:-$engine/.venv/bin/python}
-export PYTHONPATH=$engine${PYTHONPATH:+:$PYTHONPATH}"""
-_LIMIT = "24:00:00"
-
-
-def generic_script() -> str:
-    """Returns the script that takes a run file and options as arguments: examples/slurm/train.sbatch."""
-    return _filled(
-        ABOUT=_ABOUT,
-        BATCH=_batch({"job-name": "train"}, _LIMIT, 300),
-        FOLDERS=_GIVEN,
-        RANKS="${SLURM_GPUS_ON_NODE:-1}",
-        RUN_DIR="runs/$SLURM_JOB_NAME-$SLURM_JOB_ID",
-        VARIABLES="",
-        MAX_RESTARTS="0",
-        GRACE="240",
-        CONFIG='"$config"',
-        WORDS="",
-    )
+USUAL_LIMIT = "24:00:00"
+"""Of a job that is given none."""
 
 
 def script(job: Job, about: str) -> str:
@@ -123,9 +90,9 @@ def script(job: Job, about: str) -> str:
     variables = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
     variables += [f': "${{{name}:?is not set: export it before sbatch}}"' for name in job.secrets]
     words = "".join(f"    {shlex.quote(word)}\n" for word in job.words)
-    return _filled(
+    return filled(
         ABOUT=f"# {about}\n# Options of the run may stand behind its name: sbatch FILE [OPTION VALUE]...",
-        BATCH=_batch(options, _limit(job.seconds), notice_before_limit(job.grace), job.batch_options),
+        BATCH=batch_lines(options, _limit(job.seconds), notice_before_limit(job.grace), job.batch_options),
         FOLDERS=f"\npython=${{PYTHON:-{shlex.quote(job.python)}}}",
         RANKS=str(job.ranks),
         RUN_DIR="runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" if job.run_dir is None else shlex.quote(job.run_dir),
@@ -146,7 +113,7 @@ def notice_before_limit(grace: int) -> int:
     return grace + 60
 
 
-def _batch(
+def batch_lines(
     options: Mapping[str, str | None], limit: str, notice: int, further: Mapping[str, str | None] | None = None
 ) -> str:
     """Returns the lines of options.
@@ -178,9 +145,10 @@ def _quoted(value: str) -> str:
 
 def _limit(seconds: int | None) -> str:
     if seconds is None:
-        return _LIMIT
+        return USUAL_LIMIT
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def _filled(**parts: str) -> str:
+def filled(**parts: str) -> str:
+    """Returns the script with these parts in their places."""
     return re.sub(r"@([A-Z_]+)@", lambda found: parts[found[1]], _TEMPLATE)

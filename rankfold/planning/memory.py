@@ -111,6 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_work(work: argparse._ArgumentGroup) -> None:
     """Adds the options of the training."""
+    _add_rows(work)
+    _add_weights(work)
+    _add_samples(work)
+    _add_images(work)
+    _add_measures(work)
+
+
+def _add_rows(work: argparse._ArgumentGroup) -> None:
     work.add_argument(
         "--seq-length",
         type=read_length,
@@ -126,6 +134,10 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     )
     work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="rows in a micro-batch (default 1)")
     work.add_argument("--global-batch", type=int, metavar="ROWS", help="rows in a step (default: 8, or one per GPU)")
+
+
+def _add_weights(work: argparse._ArgumentGroup) -> None:
+    """Adds the options of what trains, in which precision and by which loss."""
     work.add_argument("--rank", type=int, metavar="R", help="LoRA rank (default 16, or 0 with --trainable '*')")
     work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="LoRA dropout (default 0)")
     work.add_argument(
@@ -147,6 +159,10 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="loss, as objective.name (default language_modeling)",
     )
+
+
+def _add_samples(work: argparse._ArgumentGroup) -> None:
+    """Adds the options of prompts and completions."""
     work.add_argument(
         "--prompt-length",
         type=read_length,
@@ -166,6 +182,10 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument(
         "--num-generations", type=int, default=8, metavar="N", help="completions of each of its prompts (default 8)"
     )
+
+
+def _add_images(work: argparse._ArgumentGroup) -> None:
+    """Adds the options of images and of what computes beside the decoder."""
     work.add_argument(
         "--beside",
         type=read_count,
@@ -182,6 +202,10 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         help="tiles of images in a row, of the size that the model's family cuts most images into (default 1, also "
         "with --config, whose data is not read; a model of text alone has none)",
     )
+
+
+def _add_measures(work: argparse._ArgumentGroup) -> None:
+    """Adds the options of kernels, and of measures that make room."""
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(
         "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(RECOMPUTE_LEVELS)} (default: all of them)"

@@ -216,20 +216,12 @@ def answer_for(
         UserError: the model or a name in the configuration is not known, or weights that are to stay as they are
             stored are in no format that is read.
     """
-    family, text = family_of(hf_config, config.model.implementation)
-    decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
-    plan = training_plan(config, decoder, family.names)
     chosen = machine_of(machine, gpu_memory, speeds)
     if node_size is not None:
         chosen = replace(chosen, node_size=node_size)
-    device_type = "cpu" if machine == "cpu" else "cuda"
-    sharing = choose_sharing(config, decoder)
-    stored = stored_formats(config.model.base_dtype, hf_config, family.names)
-    workload = workload_of(
-        config, decoder, plan, device_type=device_type, prompt=prompt_length, sharing=sharing, stored=stored
-    )
+    workload = _workload(hf_config, config, "cpu" if machine == "cpu" else "cuda", prompt_length)
     longest = workload.longest_document if document_length is None else document_length
-    tiles = usual_tiles(decoder, config.train.micro_batch_size * tiles_per_row)
+    tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * tiles_per_row)
     workload = replace(workload, beside=beside, longest_document=longest, tiles=tiles)
     usable = GIB * (1 - reserve / 100)
     capacity = gpu_memory * usable
@@ -260,6 +252,21 @@ def answer_for(
             chosen,
             lambda places: _shown_on_a_terminal([one for one in places if tries is None or tries(one)]),
         ),
+    )
+
+
+def _workload(hf_config: dict[str, Any], config: RunConfig, device_type: str, prompt_length: int | None) -> Workload:
+    """Returns what a run of a model trains; arguments are those of `answer_for` and of `workload_of`."""
+    family, text = family_of(hf_config, config.model.implementation)
+    decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
+    return workload_of(
+        config,
+        decoder,
+        training_plan(config, decoder, family.names),
+        device_type=device_type,
+        prompt=prompt_length,
+        sharing=choose_sharing(config, decoder),
+        stored=stored_formats(config.model.base_dtype, hf_config, family.names),
     )
 
 

@@ -110,11 +110,6 @@ class Dispatcher:
         """What all commands wait for, in a sentence; None where they do not."""
         return self._standstill.sentence
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of commands that are not executed yet."""
-        return len(self._queue)
-
     def load(self, owner: str) -> tuple[int, int]:
         """Returns how many commands of a key are not executed yet, and how many tokens these have."""
         with self._changed:

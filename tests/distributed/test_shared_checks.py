@@ -73,12 +73,13 @@ def own_sums(reader: TensorReader) -> dict[str, str]:
 
 def test_ranks_share_the_check(tmp_path: Path) -> None:
     """Each of two ranks sums half of what both read, knows all sums, and refuses what is damaged for the other."""
-    from tests.unit.checkpoint_models import hf_name, tiny_llama  # transformers, which the ranks need not import
+    # with transformers, which the ranks need not import
+    from tests.unit.checkpoint_models import hf_name, tiny_llama, total_bytes
 
     folders = [tmp_path / "hf", tmp_path / "tp1"]
     tiny_llama(tmp_path / "hf")
     import_checkpoint(open_source(tmp_path / "hf"), tmp_path / "tp1", tensor=1)
-    total = open_source(tmp_path / "hf").total_bytes()
+    total = total_bytes(open_source(tmp_path / "hf"))
     expected = own_sums(open_source(tmp_path / "hf"))
     for found in zip(*spawn(_read_together, world=2, args=(folders, None)), strict=True):
         assert [error for error, _, _ in found] == ["", ""] and [sums for _, _, sums in found] == [expected, expected]

@@ -30,7 +30,7 @@ done = 0
 def progress(amount):
     global done
     done += amount
-    if done > source.total_bytes() // 2:
+    if done > total_bytes(source) // 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 source = open_source(Path(sys.argv[1]))

@@ -7,6 +7,7 @@ there the last bit may differ.
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.native import attention, cross_entropy, low_rank, norm, rope, swiglu
-from engine.kernels.native.loader import native_status
+from engine.kernels.native.loader import bare_library, native_status
 from engine.kernels.records import InputUpdate
 from rankfold.benchmarking import oracles
 from rankfold.benchmarking.oracles import ODD_SHAPES, rms_norm, with_gradients
@@ -37,6 +38,13 @@ HALF = torch.bfloat16
 SCALE = 1.25
 
 
+def has_pairs() -> bool:
+    """Whether the kernels in use multiply pairs of bfloat16 numbers (AVX512-BF16)."""
+    found = ctypes.c_int(0)
+    bare_library().engine_has_pairs(ctypes.addressof(found))
+    return bool(found.value)
+
+
 def _drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(HALF) for shape in shapes]
@@ -48,7 +56,7 @@ def _rounded_once(half: Tensor, wide: Tensor) -> None:
 
 
 def _rounded_sum(half: Tensor, wide: Tensor) -> None:
-    if not low_rank.has_pairs():
+    if not has_pairs():
         _rounded_once(half, wide)
     assert_accurate(half, wide.to(HALF), wide.double())
 
@@ -75,14 +83,14 @@ def test_stores_round_to_the_nearest_even_and_keep_what_is_not_finite() -> None:
     )
     assert torch.equal(dx[:, 0].isnan(), wide.isnan())
     expected = (high.float() + low.float()).to(HALF)
-    if low_rank.has_pairs():
+    if has_pairs():
         expected[5] = 0  # below 2^-126
     assert torch.equal(dx[:7, 0], expected[:7])
 
 
 def test_pairs_are_multiplied_where_the_processor_has_the_instruction() -> None:
     flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
-    assert low_rank.has_pairs() == (native_status().instruction_set == "avx512" and "avx512_bf16" in flags)
+    assert has_pairs() == (native_status().instruction_set == "avx512" and "avx512_bf16" in flags)
 
 
 @pytest.mark.parametrize("shape", ODD_SHAPES)

@@ -16,7 +16,7 @@ import yaml
 from engine.errors import UserError
 from rankfold.launching.command import launch
 from rankfold.launching.options import ONLY, TARGETS, build_parser
-from rankfold.launching.slurm import generic_script
+from tests.launching.example_script import generic_script
 from tests.support.commands import REPOSITORY
 
 NEEDED = {
@@ -180,7 +180,6 @@ def test_lines_of_slurm(folder: Path) -> None:
 
 
 def test_the_example_is_the_template() -> None:
-    """Written again by: python -c "from rankfold.launching.slurm import generic_script as s; print(s(), end='')"."""
     assert (REPOSITORY / "examples" / "slurm" / "train.sbatch").read_text() == generic_script()
 
 

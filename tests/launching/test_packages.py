@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rankfold.launching.slurm import generic_script
+from tests.launching.example_script import generic_script
 from tests.launching.test_launch import FILES, pods, written
 from tests.launching.two_node_runs import check_same_bits, whole_run, write_run
 from tests.support.commands import REPOSITORY

@@ -59,7 +59,7 @@ def test_what_can_share_passes_is_executed_together(tmp_path: Path) -> None:
             assert (await server.ask("create_sampling_session", body)).status == 200
         server.backend.goes.clear()
         first = await server.ask("optim_step", adam(models[0], 1))
-        while server.dispatcher.num_waiting:
+        while server.dispatcher._queue:
             await asyncio.sleep(0.01)
         for number in range(2):
             body = sample(f"{session}:sample:{number}", 0, [3, 4], 2)

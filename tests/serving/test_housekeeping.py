@@ -153,7 +153,7 @@ def test_a_key_has_its_share(tmp_path: Path) -> None:
             await server.ask("create_sampling_session", create, **key)
         server.backend.goes.clear()
         await server.ask("optim_step", adam(other, 1), key=OTHER_KEY)
-        while server.dispatcher.num_waiting:
+        while server.dispatcher._queue:
             await asyncio.sleep(0.001)
         ask = sample(f"{session}:sample:0", 0, [3, 4], 2, max_tokens=10)
         assert (await server.ask("asample", ask)).status == 200, "22 tokens"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.checkpoint.reader import TensorReader
 
 HEAD_DIM = 8
 
@@ -27,6 +30,11 @@ def tiny_llama(
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def total_bytes(source: TensorReader) -> int:
+    """The bytes of all tensors as stored."""
+    return sum(source.dtype(name).itemsize * math.prod(source.shape(name)) for name in source.tensor_names())
 
 
 def hf_name(logical: str) -> str:

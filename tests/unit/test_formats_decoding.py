@@ -21,23 +21,6 @@ from tests.support.format_parts import SPELLINGS, drawn_parts, same_numbers
 ROWS, COLUMNS = 96, 256
 
 
-@pytest.fixture(scope="module")
-def tensors() -> ModuleType:
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    import compressed_tensors.quantization
-
-    return compressed_tensors
-
-
-@pytest.fixture(scope="module")
-def torchao() -> ModuleType:
-    pytest.importorskip("torchao", reason="torchao is not installed")
-    import torchao.prototype.mx_formats.mx_tensor
-    import torchao.prototype.mx_formats.nvfp4_tensor
-
-    return torchao.prototype.mx_formats
-
-
 def decoded(of: Format, parts: dict[str, Tensor], dtype: torch.dtype, columns: int = COLUMNS) -> Tensor:
     out = torch.empty(parts["codes"].shape[0], columns, dtype=dtype)
     encoding(of).decode(parts, out)

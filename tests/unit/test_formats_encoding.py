@@ -23,23 +23,6 @@ from tests.support.format_parts import SPELLINGS, bits, same_parts
 ROWS, COLUMNS = 96, 256
 
 
-@pytest.fixture(scope="module")
-def tensors() -> ModuleType:
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    import compressed_tensors.quantization
-
-    return compressed_tensors
-
-
-@pytest.fixture(scope="module")
-def torchao() -> ModuleType:
-    pytest.importorskip("torchao", reason="torchao is not installed")
-    import torchao.prototype.mx_formats.mx_tensor
-    import torchao.prototype.mx_formats.nvfp4_tensor
-
-    return torchao.prototype.mx_formats
-
-
 def _weight(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
     """Rows of very different sizes, a block of zeros, signed zeros, and numbers that lie between two codes."""
     draw = torch.Generator().manual_seed(seed)

@@ -7,7 +7,6 @@ Legend: T tokens, I input features, O output features, R rows of the stacked A (
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 
@@ -22,18 +21,11 @@ from engine.kernels.native.arguments import (
     type_number,
     update_arguments,
 )
-from engine.kernels.native.loader import bare_library, library
+from engine.kernels.native.loader import library
 from engine.kernels.records import AdapterSection, InputUpdate
 
 _SECTION = "4qQqd"
 """`struct Section` of csrc/rank_sums.h: first rank, ranks, first column, columns, gradient, its row stride, scale."""
-
-
-def has_pairs() -> bool:
-    """Returns whether the kernels in use multiply pairs of bfloat16 numbers (AVX512-BF16)."""
-    found = ctypes.c_int(0)
-    bare_library().engine_has_pairs(ctypes.addressof(found))
-    return bool(found.value)
 
 
 def project(

@@ -277,9 +277,6 @@ def _coded_rows_kernel(
     tl.store(out, sums_TO, mask=ok_T[:, None] & ok_O[None, :])
 
 
-MOST_FEW_ROWS = 16
-"""Rows of x that fit one tile, so that codes are read once. Until both are timed on a GPU, more are multiplied by the
-vendor's product: `rankfold benchmark kernels --only quantize`."""
 _WORDS = 16
 """Words of a span: as many numbers as matrix units sum over at least."""
 _MOST_WARPS = 8

@@ -18,6 +18,10 @@ from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
 from engine.ops.scaled_products import gpu_multiply, plain_multiply
 
+TRITON_FEW_ROWS = 16
+"""Rows that fit one tile of the kernel, so that codes are read once. Both ways were not timed on a GPU yet:
+`rankfold benchmark kernels --only quantize`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedBackend:
@@ -60,7 +64,7 @@ def _triton(device: torch.device) -> QuantizedBackend:
             merged_decode=merged_formats.merged_decode,
             merged_stack=merged_formats.merged_stack,
             few_rows_product=coded_rows.few_rows_product,
-            most_few_rows=coded_rows.MOST_FEW_ROWS,
+            most_few_rows=TRITON_FEW_ROWS,
             expert_rows_product=coded_rows.expert_rows_product,
         ),
         operands=OperandKernels(

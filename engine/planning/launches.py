@@ -29,6 +29,7 @@ from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
 from engine.ops.kernels.op import Op, write_in_place
+from engine.ops.quantized_backends import TRITON_FEW_ROWS
 from engine.planning.attention_speeds import BLOCK, AttentionShape
 from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import DECODERS, shape_torch_attention
@@ -181,6 +182,28 @@ class LaunchCounter(EagerMode):
 
         return counted
 
+    def expert_rows(
+        self,
+        format: Any,
+        parts: Mapping[str, Tensor],
+        x: Tensor,
+        ends_E: Tensor,
+        index_N: Tensor | None,
+        factors: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Stands for `expert_rows_product` of `engine.kernels.codec`, which reads the codes of the experts that have
+        rows: as many as by chance, where each row is any expert's."""
+        num_rows, experts = len(x if index_N is None else index_N), len(ends_E)
+        stacked = len(parts["codes"])
+        with self._one_kernel():
+            y = x.new_empty(num_rows, stacked // experts)
+        share = 1.0 - (1.0 - 1.0 / experts) ** num_rows
+        of_experts = share * _moved((*parts.values(), *(() if factors is None else factors[1:])))
+        others = _moved(one for one in (x, index_N, y, None if factors is None else factors[0]) if one is not None)
+        flops = share * _DECODING * stacked * x.shape[1]
+        self.launches.append(Launch("experts' few rows", int(of_experts) + others, flops, kind="vector kernel"))
+        return y
+
     def op(self, function: Callable[..., Any], name: str, op: Op) -> Callable[..., Any]:
         """Returns the stand-in of an op of a wing, counted at each call; by what its Triton kernels take, where that is
         known."""
@@ -321,14 +344,30 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
     }
     decoders = {name: merge if name == "merged_decode" else decode for name in DECODERS}
     in_place = counter.kernel(base.arithmetic.merge_in_place, "merge in place", _merging_in_place, kind="vector kernel")
-    stack = merge if kernels == "triton" else None
-    arithmetic = replace(PLAIN, **decoders, merged_stack=stack, merge_in_place=in_place)
+    arithmetic = replace(PLAIN, **decoders, merge_in_place=in_place)
+    if kernels == "triton":
+        few = counter.kernel(write_in_place, "product of few rows", _decoding_few, kind="vector kernel")
+        arithmetic = replace(
+            arithmetic,
+            merged_stack=merge,
+            few_rows_product=few,
+            most_few_rows=TRITON_FEW_ROWS,
+            expert_rows_product=counter.expert_rows,
+        )
     return replace(base, arithmetic=arithmetic, operands=replace(base.operands, **makers))
 
 
 def _merging(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float, out_OI: Tensor) -> float:
     """Returns the arithmetic of the sum B A, number by number: a product and an addition each as long as both fused."""
     return 4.0 * b_OR.shape[-1] * out_OI.numel()
+
+
+_DECODING = 18.0
+"""Arithmetic of a number that is decoded in registers: nine instructions, each as long as a product and an addition."""
+
+
+def _decoding_few(format: Any, parts: Any, x_TI: Tensor, out_TO: Tensor) -> float:
+    return _DECODING * out_TO.shape[1] * x_TI.shape[1]
 
 
 def _merging_in_place(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float) -> float:

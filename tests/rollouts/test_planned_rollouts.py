@@ -3,6 +3,7 @@ by hand."""
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ from rankfold.planning.memory_examples import LLAMA_3_8B
 from rankfold.planning.memory_measure import LiveStorages
 from tests.support.rollout_runs import prepared, rollout_settings
 
+ROOT = Path(__file__).resolve().parents[2]
+GPT_OSS = json.loads((ROOT / "examples/memory/models/gpt-oss-120b.json").read_text(encoding="utf-8"))
 H100 = MACHINES["h100-80"]
 PROMPT = 8
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": "attention forward"}
@@ -277,6 +280,30 @@ def test_a_pass_reads_weights_and_pages_once() -> None:
     weights, pages = 2 * (8_030_261_248 - 128_256 * 4096), 64 * (512 + 256) * 2 * 8 * 128 * 32 * 2
     assert weights + pages < moved < 1.12 * (weights + pages)
     assert 600 < sum(one.count for one in traced.decode) < 1000
+
+
+def test_few_rows_read_the_codes_of_a_base_in_few_bits() -> None:
+    """NVFP4's 4.5 bits of each number of the layers, up to 16 rows; with more the numbers are written and read too."""
+    numbers, others = 32 * 218_103_808, 2 * (128_256 * 4096 + 65 * 4096)
+    for slots, low, high in ((16, 0.5625, 0.70), (17, 4.5625, 4.7)):
+        workload = replace(_workload(LLAMA_3_8B, slots=slots), base_dtype="nvfp4", global_batch=0)
+        decode = planned_rollouts._trace(workload, ParallelOptions()).decode
+        pages = slots * (512 + 256) * 2 * 8 * 128 * 32 * 2
+        assert low * numbers < sum(one.nbytes for one in decode) - others - pages < high * numbers
+        names = [one.name for one in decode]
+        assert names.count("decode") == (0 if slots == 16 else 32 * 4), set(names)
+        few = [one for one in decode if one.name == "product of few rows"]
+        assert len(few) == (32 * 4 if slots == 16 else 0) and all(one.flops > 0 for one in few)
+
+
+def test_few_rows_read_the_codes_of_the_experts_that_have_some() -> None:
+    """One row has four of gpt-oss's 128 experts, by chance 3.95 different ones, in 4.25 bits."""
+    workload = replace(_workload(GPT_OSS, slots=1), base_dtype="mxfp4", global_batch=0)
+    decode = planned_rollouts._trace(workload, ParallelOptions()).decode
+    experts = [one for one in decode if one.name == "experts' few rows"]
+    assert len(experts) == 2 * 36
+    one_expert = 3 * 2880 * 2880 * 4.25 / 8 + 2 * 16 * (2 * 2880 + 2880)  # with B of gate and up, and of down
+    assert sum(one.nbytes for one in experts) == pytest.approx(36 * 3.95 * one_expert, rel=0.05)
 
 
 def test_the_choice_of_tokens_is_counted() -> None:

@@ -95,11 +95,11 @@ def require_scaled_device(of: Format, device: torch.device, what: str) -> None:
             f"model.base_products is codes and {what} is in {of.name}, whose products need a GPU of compute capability "
             f"{majors[0]}{'.x' if len(majors) == 1 else '.0 or newer'}, but this one has {major}.{minor}: {decoded}"
         )
-    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    if version < demands.cuda:
+    version = torch.version.cuda
+    if version is not None and tuple(map(int, version.split(".")[:2])) < demands.cuda:
         raise UserError(
             f"model.base_products is codes and {what} is in {of.name}, whose products need torch for CUDA "
-            f"{'.'.join(map(str, demands.cuda))} or newer, but this one is for {torch.version.cuda}: {decoded}"
+            f"{'.'.join(map(str, demands.cuda))} or newer, but this one is for {version}: {decoded}"
         )
 
 

@@ -258,6 +258,8 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
     tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)
     merges = bool(checkpoint.lora.get("merge_aware"))
     encoded = checkpoint.base.get("dtype")
+    if checkpoint.base.get("products") == "codes":
+        log.info("note: trained with model.base_products codes, whose inputs are rounded; here they are not")
     return _Adapter(trained.weights, trained.values, trained.scale, encoded, tokenizer, merges)
 
 

@@ -243,6 +243,9 @@ CASES = {
     "int8, tensor 2": Case(options=f"--model.base_dtype int8 {TP2}", world=8, rank=1),
     "fp8": Case(options="--model.base_dtype fp8"),
     "fp8 by row, tensor 2": Case(options=f"--model.base_dtype fp8_row {TP2}", world=8, rank=1),
+    "FP8 blocks by codes, tensor 2": Case(
+        options=f"--model.base_dtype fp8_block --model.base_products codes {TP2}", world=8, rank=1
+    ),
     # graphs
     "graphs of layers": Case(options=f"{PACKED} --memory.cuda_graph layer"),
     "graphs of layers, tensor 2, pipeline 2": Case(

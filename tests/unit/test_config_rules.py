@@ -172,6 +172,20 @@ def test_what_cannot_be_merged_before_rounding(lora: dict[str, Any], words: tupl
     assert all(word in str(caught.value) for word in ("lora.merge_aware is true", *words)), caught.value
 
 
+def test_products_of_codes_need_a_format_that_has_them() -> None:
+    def with_base(base: Any, **lora: Any) -> RunConfig:
+        model = ModelOptions(path="x", base_dtype=base, base_products="codes")
+        return RunConfig(model=model, lora=LoraOptions(**lora))
+
+    for base in (None, "nf4", "int8", "fp8", "mxfp4"):
+        refused(with_base(base), f"model.base_dtype is {base or 'null'}", "one of stored, nvfp4, mxfp8, fp8_block")
+    refused(with_base("mxfp8", merge_aware=True), "model.base_products is codes and lora.merge_aware is true")
+    for base in ("stored", "nvfp4", "mxfp8", "fp8_block"):
+        check_config(with_base(base))
+    with pytest.raises(UserError, match="must be one of decoded, codes"):
+        ModelOptions(path="x", base_products="numbers")  # type: ignore[arg-type]
+
+
 def test_merging_needs_adapters_and_a_format_that_is_written() -> None:
     def with_base(base: Any, **lora: Any) -> RunConfig:
         return RunConfig(model=ModelOptions(path="x", base_dtype=base), lora=LoraOptions(**MERGED, **lora))

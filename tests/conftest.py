@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.shared_data import DATA
 from tests.support.sweeps import takes_slow
+from tests.support.warm_workers import keep_cold, warm_workers
 
 try:
     from hypothesis import settings
@@ -29,6 +30,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+warm_workers()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out unless -m speaks of them, and skip GPU tests where there is none."""
     if not takes_slow(config):
@@ -39,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start workers of tokenizers as the test has them."""
+    keep_cold(item.get_closest_marker("cold_workers") is not None)
 
 
 def _has_gpu() -> bool:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from engine.runtime.launch import stop
 from engine.telemetry.ending import end_at_once
+from tests.support.warm_workers import warm_program, warm_workers
 
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end once one has failed."""
@@ -96,7 +97,7 @@ def _start(
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_run_rank, args=(fn, rank, world, args, timeout, str(folder), sender), daemon=True
+            target=_run_rank, args=(fn, rank, world, args, timeout, str(folder), sender, warm_program()), daemon=True
         )
         process.start()
         sender.close()
@@ -177,7 +178,10 @@ def _run_rank(
     timeout: float,
     folder: str,
     sender: Connection,
+    warm: str | None,
 ) -> None:
+    if warm is not None:
+        warm_workers(warm)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     with open(Path(folder) / f"stack{rank}", "w") as stack_file:

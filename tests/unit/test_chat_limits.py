@@ -26,6 +26,8 @@ from tests.support.shared_data import shared
 from tests.support.sweeps import sampled
 from tests.support.warm_python import warm_python
 
+pytestmark = pytest.mark.cold_workers
+
 PYTHON = sys.executable
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 NUMBERS = "[3, 1, 2] * 4000000"

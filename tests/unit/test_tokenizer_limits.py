@@ -25,6 +25,8 @@ from tests.support.shared_data import shared
 from tests.support.sweeps import sampled
 from tests.support.warm_python import warm_python
 
+pytestmark = pytest.mark.cold_workers
+
 Change = Callable[[dict[str, Any]], object]
 TEXT = "a" * 60 + "! The quick brown fox."
 REPLACES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaaaaaaaa"}

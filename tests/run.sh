@@ -42,9 +42,9 @@ fi
 # the cores takes longer, so a test's time limit is longer too.
 lanes() {
     local first=(tests/unit/test_[a-h]*.py)
-    local names=("tests/kernels tests/distributed tests/faults tests/small_runs" "tests/parity and tests/unit, a to h" "tests/unit, i to z")
-    local folders=("${names[0]}" "tests/parity ${first[*]}" "tests/unit ${first[*]/#/--ignore=}") # Triton's interpreter needs kernels first
-    local rest=(--ignore=tests/unit --ignore=tests/parity) logs=() running=() titles=() status=0 lane folder caches
+    local names=("tests/kernels tests/distributed tests/small_runs" "tests/parity and tests/unit, a to h" "tests/faults, tests/serving and tests/unit, i to z")
+    local folders=("${names[0]}" "tests/parity ${first[*]}" "tests/faults tests/serving tests/unit ${first[*]/#/--ignore=}") # Triton's interpreter needs kernels first
+    local rest=(--ignore=tests/unit --ignore=tests/parity --ignore=tests/faults --ignore=tests/serving) logs=() running=() titles=() status=0 lane folder caches
     local -A ended=()
     local pytest=("$python" -m pytest -q -o timeout=300)
     caches=$(mktemp -d)

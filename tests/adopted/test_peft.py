@@ -16,6 +16,7 @@ from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, Part, build_decoder
 from tests.adopted.peft_models import drawn_adapters, losses_alone
+from tests.support.sweeps import sampled
 
 RANK, ALPHA = 4, 6.0
 PACKED = ["glm4", "olmo3", "cohere2", "gemma3_text", "seed_oss", "ernie4_5_moe", "gpt_oss"]
@@ -62,7 +63,7 @@ def _ours(config: dict[str, Any], adapted: Any) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("model_type", PACKED + ALONE)
+@pytest.mark.parametrize("model_type", sampled(PACKED + ALONE, ["glm4", "cohere2", "gpt_oss", "qwen3_next", "falcon"]))
 def test_losses_and_adapters_gradients_are_those_of_peft(model_type: str) -> None:
     config, adapted = _stock(model_type)
     batch = proof_batch((11, 13) if model_type in PACKED else (21,), 256)

@@ -107,6 +107,7 @@ def test_two_teachers_add_up_and_a_larger_vocabulary_is_cut(tmp_path: Path) -> N
     assert found[0] == pytest.approx(0.5 * plain[0] + 2 * alone[0], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, QUICK))
 def test_layouts_agree(layout: str, tmp_path: Path) -> None:
@@ -155,8 +156,8 @@ def on_policy_step(folder: str, changes: dict[str, object]) -> tuple[list[list[i
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
-        (1, {}),
-        (2, {"parallel.pipeline": 2, "parallel.virtual": 1}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"parallel.pipeline": 2, "parallel.virtual": 1}, marks=pytest.mark.slow),
         (2, {"parallel.tensor": 2}),
     ],
     ids=["one rank", "pipeline", "tensor"],

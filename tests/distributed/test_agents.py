@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "parameters": (2, {"parallel.shard": "parameters"}),
     "tensor, pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 1}),
 }
-QUICK = ("data", "pipeline")
+QUICK = ("data",)
 SAME = (
     "completions", "reward", "rewards/environment/mean", "completions/mean_length", "turns/mean", "turns/branches",
     "turns/left_out", "agent/opened", "tools/call_frequency", "uniform_groups",

@@ -26,6 +26,7 @@ from engine.ops.gradients import GradientSink
 from engine.zigzag import ContextLayout, make_plan
 from tests.support.document_trees import seen_tokens
 from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 from tests.support.wire_bytes import bytes_on_the_wire
 
 pytestmark = pytest.mark.distributed
@@ -48,6 +49,7 @@ PARENTS = {
 HEADS = {2: ((4, 2), (6, 1)), 3: ((6, 3), (3, 1)), 4: ((8, 2), (4, 4), (4, 1))}
 METHODS = ("ring reference", "ring torch_cpu", "ring native", "ulysses")
 NAMES = ("out", "dq", "dk", "dv")
+every_world = pytest.mark.parametrize("size", sampled(WORLDS, (2, 3)))
 BLOCKS = {blocks.name: blocks for blocks in (REFERENCE_BLOCKS, CPU_BLOCKS, NATIVE_BLOCKS)}
 
 
@@ -233,7 +235,7 @@ def _whole(case: Case, parts: list[tuple[Tensor, ...]], which: int) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", WORLDS)
+@every_world
 def test_equals_one_process(size: int, method: str, name: str):
     if method not in _methods():
         pytest.skip(native_status().reason)
@@ -248,7 +250,7 @@ def test_equals_one_process(size: int, method: str, name: str):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", WORLDS)
+@every_world
 def test_sinks_equal_a_softmax_with_one_more_column(size: int, method: str):
     """Each rank's part of the sinks' gradient is that of its own tokens or heads. With sinks that are taken in twice
     the first case is off by 0.28."""
@@ -264,13 +266,13 @@ def test_sinks_equal_a_softmax_with_one_more_column(size: int, method: str):
             )
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@every_world
 def test_the_same_bits_in_every_run(size: int):
     for rank in _ranks(size):
         assert rank["again"] and all(rank["again"].values()), rank["again"]
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@every_world
 def test_an_expanded_gradient_is_taken(size: int):
     case = Case(size, "packed", HEADS[size][0])
     q, k, v, _ = (x.double() for x in case.whole())
@@ -285,7 +287,7 @@ def test_an_expanded_gradient_is_taken(size: int):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", [method for method in METHODS if "native" not in method])
-@pytest.mark.parametrize("size", WORLDS)
+@every_world
 def test_bf16_error_is_torchs_own(size: int, method: str, name: str):
     """Partial results are rounded to bf16 once more than in one process; at most twice its error is allowed."""
     case, which = Case(size, "packed", HEADS[size][0]), NAMES.index(name)
@@ -294,7 +296,7 @@ def test_bf16_error_is_torchs_own(size: int, method: str, name: str):
     assert (found.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@every_world
 def test_bytes_are_those_that_leave(size: int):
     case = Case(size, "packed", HEADS[size][0])
     for method in _methods():

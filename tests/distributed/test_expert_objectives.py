@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 QUICK = ("data, parameters", "tensor")
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if not ("initial" in kind and "int8" in layout)]
-QUICK_CASES = [("text", "tensor"), ("dpo", "data, parameters"), ("kto", "data, parameters")]
+QUICK_CASES = [("text", "tensor"), ("dpo", "data, parameters")]
 PARALLEL = {"parallel.expert", "parallel.expert_tensor"}
 OTHERS = re.compile(r"(seconds|save|tokens_per_second|memory|data_stall|mfu).*|.*expert.*")
 """Figures of the machine; and those of the router's load, which count padding: rows that divide over more ranks have

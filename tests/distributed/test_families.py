@@ -60,12 +60,19 @@ KINDS = {
     "adapters sequence": {"trained": "", "adapters": ADAPTERS, "sequence_parallel": True},
 }
 QUICK_KINDS = ("whole", "adapters sequence")
+QUICK = (
+    "llama fused", "qwen3", "granite", "smollm3 with windows", "olmo2", "exaone4 with windows", "phi3 longrope",
+    "gemma2", "gemma3", "mixtral", "qwen2 moe", "gpt oss", "deepseek v3 yarn", "glm moe dsa", "minimax m2",
+    "qwen3.5 moe", "falcon h1 with norms", "nemotron h latent", "kimi linear",
+)  # fmt: skip
+"""Each kind of layer, head, norm and router that ranks divide."""
+every_family = pytest.mark.parametrize("name", sampled(FAMILIES, QUICK))
 Seen = tuple[Tensor, dict[str, Tensor], dict[str, ShardSpec]]
 
 
 @functools.cache
 def _alone(name: str, kind: str) -> Seen:
-    return _run(Path(_folder().name) / name.replace(" ", "-"), kind, single_process_mesh())
+    return _run(_model(name), kind, single_process_mesh())
 
 
 def _run(folder: Path, kind: str, mesh: Mesh) -> Seen:
@@ -82,7 +89,7 @@ _AT_ONCE = 16
 
 def _beside(name: str) -> tuple[str, ...]:
     """The families that share one spawn with this one: each spawn has a time limit."""
-    every = list(FAMILIES)
+    every = [one for one in FAMILIES if (one in QUICK) == (name in QUICK)]
     first = every.index(name) // _AT_ONCE * _AT_ONCE
     return tuple(every[first : first + _AT_ONCE])
 
@@ -100,17 +107,27 @@ def _run_all(folder: str, names: tuple[str, ...], kinds: tuple[str, ...]) -> dic
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Every family's model; every other one partitioned for two ranks."""
-    folder = tempfile.TemporaryDirectory(prefix="families-")
-    for index, name in enumerate(FAMILIES):
-        place = Path(folder.name) / name.replace(" ", "-")
-        if index % 2:
-            make_model(name, place)
-        else:
-            stock = Path(folder.name) / f"stock-{index}"
-            make_model(name, stock)
-            import_checkpoint(open_source(stock), place, tensor=2)
-    return folder
+    return tempfile.TemporaryDirectory(prefix="families-")
+
+
+@functools.cache
+def _model(name: str) -> Path:
+    """A family's model in the folder; every other family's partitioned for two ranks."""
+    place = Path(_folder().name) / name.replace(" ", "-")
+    if [*FAMILIES].index(name) % 2:
+        make_model(name, place)
+    else:
+        stock = place.with_name(f"stock-{place.name}")
+        make_model(name, stock)
+        import_checkpoint(open_source(stock), place, tensor=2)
+    return place
+
+
+def _models(names: tuple[str, ...]) -> str:
+    """The folder in which these families' models are."""
+    for name in names:
+        _model(name)
+    return _folder().name
 
 
 FOUR = ("olmo2",)
@@ -120,11 +137,17 @@ FOUR = ("olmo2",)
 @functools.cache
 def _ranks(names: tuple[str, ...], world: int, quick: bool) -> list[dict[tuple[str, str], Seen]]:
     kinds = tuple(kind for kind in KINDS if (kind in QUICK_KINDS) == quick)
-    return spawn(_run_all, world=world, args=(_folder().name, names, kinds), timeout=110)
+    return spawn(_run_all, world=world, args=(_models(names), names, kinds), timeout=110)
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, QUICK_KINDS))
-@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in FAMILIES), *((name, 4) for name in FOUR)])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    sampled(
+        [*((name, 2) for name in FAMILIES), *((name, 4) for name in FOUR)],
+        [*((name, 2) for name in QUICK), *((name, 4) for name in FOUR)],
+    ),
+)
 def test_ranks_equal_one_process(name: str, world: int, kind: str):
     expected_losses, local, whole = _alone(name, kind)
     expected = {key: uncut(value, whole[key]) for key, value in local.items()}
@@ -174,13 +197,13 @@ def _embedding_gradient(source: WeightSource, layout: TensorLayout, batch: Batch
 
 @functools.cache
 def _context_ranks(names: tuple[str, ...]) -> list[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]]:
-    return spawn(_run_context, world=2, args=(_folder().name, names), timeout=110)
+    return spawn(_run_context, world=2, args=(_models(names), names), timeout=110)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_rows_over_context_ranks(name: str):
     """Windows and soft caps under Ulysses, which sees whole documents; the others under ring attention too."""
-    source = open_source(Path(_folder().name) / name.replace(" ", "-"))
+    source = open_source(_model(name))
     place, expected_losses, expected = _embedding_gradient(source, TensorLayout(), batch_of())
     order = {int(index): row for row, index in enumerate(place)}
     assert ("ring" in _methods(source)) == (name in WITHOUT_WINDOWS)
@@ -257,10 +280,10 @@ def _half(folder: Path, mesh: Mesh) -> dict[str, Tensor]:
 
 @functools.cache
 def _pipeline_ranks(names: tuple[str, ...]) -> list[dict[str, dict[str, Tensor]]]:
-    return spawn(_run_pipeline, world=2, args=(_folder().name, names), timeout=110)
+    return spawn(_run_pipeline, world=2, args=(_models(names), names), timeout=110)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_layers_over_pipeline_ranks(name: str):
     """Kinds of layers keep their numbers, ropes and windows; tied matrices lie on both ends."""
     _, expected, _ = _alone(name, "whole")

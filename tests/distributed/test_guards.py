@@ -53,8 +53,7 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "tp2 dp2, optimizer": (replace(TP2, grid=RankGrid(tp=2, dp=2)), "optimizer"),
 }
 QUICK = (
-    "tp2 sequence", "tp2, bfloat16", "dp2, gradients", "dp2, everything, parameters", "cp2",
-    "pp2, adapters, zero-bubble", "dp2, encoded base", "ep2 of dp2, gradients",
+    "tp2 sequence", "dp2, everything, parameters", "pp2, adapters, zero-bubble", "ep2 of dp2, gradients",
 )  # fmt: skip
 
 

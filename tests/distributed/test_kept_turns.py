@@ -31,7 +31,7 @@ LAYOUTS: dict[tuple[str, str], tuple[int, dict[str, object]]] = {
     ("qwen3.5", "tensor"): (2, {"parallel.tensor": 2}),
     ("qwen3.5", "pipeline"): (2, {"parallel.pipeline": 2, "parallel.virtual": 1}),
 }
-QUICK = (("qwen3", "tensor"), ("qwen3 moe", "experts"), ("qwen3.5", "pipeline"))
+QUICK = (("qwen3 moe", "experts"), ("qwen3.5", "pipeline"))
 
 
 def _settings(folder: Path, name: str, **changes: object) -> dict[str, object]:

@@ -115,7 +115,7 @@ LAYOUTS = {
     ),
 }
 QUICK = (
-    "pp2 interleaved", "pp2 upper, interleaved", "pp2 zb_h1", "pp2 tied, zb_v", "pp2 tied, frozen", "cp2 ring, odd",
+    "pp2 interleaved", "pp2 zb_h1", "pp2 tied, zb_v", "cp2 ring, odd",
     "cp2 ulysses", "tp2 sequence pp2", "pp2 dp2", "tp2 cp2 ulysses",
 )  # fmt: skip
 """Every schedule, both ways of context parallelism, and each axis beside another."""

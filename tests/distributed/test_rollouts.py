@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor, pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 1}),
     "tensor, parameters": (4, {"parallel.tensor": 2, "parallel.shard": "parameters"}),
 }
-QUICK = ("tensor and sequence", "interleaved", "parameters", "tensor, one slot, unpacked")
+QUICK = ("tensor and sequence", "interleaved")
 SAME = (
     "completions", "reward", "rewards/ones/mean", "rewards/long/std", "completions/mean_length",
     "completions/max_terminated_length", "completions/clipped_ratio", "uniform_groups",

@@ -23,7 +23,7 @@ LAYOUTS = {
     "context": {"parallel.context": 2},
     "parameters": {"parallel.shard": "parameters"},
 }
-QUICK = ("tensor and sequence", "pipeline")
+QUICK = ("pipeline",)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.wrong_inputs.workplace import make_place
 pytestmark = pytest.mark.distributed
 
 HOWS = ("kill", "no space", "faulty", "forbidden", "short")
-QUICK_POINTS = 2
+QUICK_POINTS = 1
 """Operations of each command in the quick suite; a full sweep is slow."""
 
 

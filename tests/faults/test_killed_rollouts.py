@@ -37,7 +37,7 @@ MOMENTS = {
     "save inside a buffer": ("save", 3),
     "last save": ("save", 6),
 }
-QUICK = ("later reward", "save inside a buffer")
+QUICK = ("save inside a buffer",)
 REWARD = """
 import os, signal
 def ones(completions, **columns):

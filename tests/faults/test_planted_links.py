@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 HARD = "hard link"
 KINDS = (HARD, "folder", "file", "nothing")
-QUICK_NAMES = ("import over", "preprocess", "train", "report")
+QUICK_NAMES = ("import over", "train")
 
 
 @pytest.fixture

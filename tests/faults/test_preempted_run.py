@@ -25,6 +25,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_d
     return {**common, "train.global_batch_size": 4, "lora.dropout": 0.1}
 
 
+@pytest.mark.slow
 def test_under_torchrun(settings: dict[str, object], tmp_path: Path) -> None:
     """SIGTERM to torchrun, which forwards it, while a checkpoint is saved after every step."""
     settings = {**settings, "train.steps": 30, "checkpoint.every": 1, "parallel.tensor": 2}

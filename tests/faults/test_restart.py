@@ -46,6 +46,7 @@ def _survives(folder: Path, settings: dict[str, object], moments: list[str], ste
     require_same(folder / "run", folder / "whole", steps)
 
 
+@pytest.mark.slow
 def test_three_kills(settings: dict[str, object], tmp_path: Path) -> None:
     """While it saves, while it steps, and while it starts again."""
     _survives(tmp_path, settings, ["save", "steps", "restart"], steps=30, seed=3)
@@ -84,6 +85,7 @@ def test_a_hung_rank_is_restarted(settings: dict[str, object], tmp_path: Path) -
     assert [step for step, _ in training_records(tmp_path / "run")] == list(range(1, 31))
 
 
+@pytest.mark.slow
 def test_without_a_folder_of_its_own(settings: dict[str, object], tmp_path: Path) -> None:
     """checkpoint.dir is null: torchrun's ranks find the folder of their time before, and start from where that was."""
     steps = 60  # it must still be at work when it is killed after the fifth

@@ -61,7 +61,7 @@ def _delta_inputs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 3, 5, 4), (2, 4, 32, 16), (1, 10, 16, 33)])
+@pytest.mark.parametrize("sizes", [(1, 3, 5, 4), pytest.param((2, 4, 32, 16), marks=pytest.mark.slow), (1, 10, 16, 33)])
 def test_delta_rule(sizes: tuple[int, int, int, int], by_channel: bool, dtype: torch.dtype) -> None:
     q, k, v, decay, beta, d_out = _delta_inputs(LENGTHS, sizes, dtype, by_channel=by_channel)
     pieces = Pieces.of_lengths(LENGTHS, CPU, received=RECEIVED, sent=SENT)

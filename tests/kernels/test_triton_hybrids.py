@@ -17,6 +17,7 @@ from engine.hybrids.pieces import Pieces
 from engine.kernels.triton import chunks
 from engine.ops.kernels import backend
 from tests.kernels.comparing import assert_rounded_once, interpreted_only, long_places, places, random_rows
+from tests.support.sweeps import sampled
 
 triton_ops = pytest.importorskip("engine.hybrids.triton_ops")
 
@@ -46,7 +47,11 @@ def test_chunks_hold_each_token_once(place, length: int) -> None:
 
 
 @places
-@pytest.mark.parametrize("received", [(), (0, 3), tuple(range(len(LENGTHS)))], ids=["none", "two", "all"])
+@pytest.mark.parametrize(
+    "received",
+    [(), (0, 3), pytest.param(tuple(range(len(LENGTHS))), marks=pytest.mark.slow)],
+    ids=["none", "two", "all"],
+)
 @pytest.mark.parametrize(("width", "biased", "activation"), [(4, True, "silu"), (3, False, None)])
 def test_convolution(place, received: tuple[int, ...], width: int, biased: bool, activation: str | None) -> None:
     channels = 22
@@ -177,22 +182,21 @@ def widened(inputs: list[Tensor]) -> list[Tensor]:
     return [x.double() for x in inputs]
 
 
+DOCUMENTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]] = {
+    "packed": ((1, 70, 3), (), (), 20, 12),
+    "one": ((130,), (0,), (0,), 16, 20),
+    "some": ((5, 66, 2), (1,), (0, 1), 16, 16),
+}
+"""Their lengths, those that receive a state and that send one, and the widths of keys and values."""
+
+
 @long_places
 @pytest.mark.parametrize(
-    ("lengths", "received", "sent", "keys", "values"),
-    [((1, 70, 3), (), (), 20, 12), ((130,), (0,), (0,), 16, 20), ((5, 66, 2), (1,), (0, 1), 16, 16)],
-    ids=["packed", "one", "some"],
+    ("by_channel", "case"),
+    sampled([(by, case) for by in (False, True) for case in DOCUMENTS], [(False, "packed"), (True, "some")]),
 )
-@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
-def test_delta_rule(
-    place,
-    lengths: tuple[int, ...],
-    received: tuple[int, ...],
-    sent: tuple[int, ...],
-    keys: int,
-    values: int,
-    by_channel: bool,
-) -> None:
+def test_delta_rule(place, case: str, by_channel: bool) -> None:
+    lengths, received, sent, keys, values = DOCUMENTS[case]
     tokens, heads = sum(lengths), 2
     inputs = delta_inputs(place, tokens, 1, heads, keys, values, by_channel=by_channel)
     pieces = pieces_at(place, lengths, received=received, sent=sent)

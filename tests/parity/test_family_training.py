@@ -56,7 +56,7 @@ NORMS = {
 }
 """A norm inside layers and that behind them, where their names are not the usual ones."""
 QUICK = [
-    ("llama", "lora"), ("qwen3", "lora"), ("granite", "lora"), ("gemma2", "lora"), ("qwen2", "dora"), ("phi3", "dora"),
+    ("llama", "lora"), ("gemma2", "lora"), ("qwen2", "dora"),
     ("phi3", "biases"),
 ]  # fmt: skip
 

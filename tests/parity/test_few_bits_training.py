@@ -131,8 +131,8 @@ def _check_gradients(found: dict[str, tuple[Tensor, ShardSpec]], expected: dict[
 
 
 QUICK = [
-    ("llama", "nvfp4", "one"), ("llama", "fp8_block", "tp2, sequence"), ("qwen3", "int4", "one"),
-    ("qwen3 moe", "mixed", "one"), ("qwen3 moe", "nvfp4", "ep2, parameters"), ("gpt oss", "gpt oss", "one"),
+    ("llama", "nvfp4", "one"), ("qwen3", "int4", "one"), ("qwen3 moe", "nvfp4", "ep2, parameters"),
+    ("gpt oss", "gpt oss", "one"),
 ]  # fmt: skip
 CASES = [
     (model, name, layout) for model, name in MODELS for layout in LAYOUTS if model in ROUTED or "ep2" not in layout

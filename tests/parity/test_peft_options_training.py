@@ -113,7 +113,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "shard-parameters": (2, {"parallel.shard": "parameters", "train.micro_batch_size": ROWS // 2}),
 }
 QUICK = (
-    ("dora", "tensor-2"), ("biases", "tensor-2-sequence"), ("in full", "recompute"),
+    ("dora", "tensor-2"), ("in full", "recompute"),
 )  # fmt: skip
 
 

@@ -46,8 +46,8 @@ from tests.support.sweeps import sampled
 
 CPU = torch.device("cpu")
 CASES = [(kind, packing) for kind in KINDS for packing in (False, True)]
-QUICK = [case for number, case in enumerate(CASES) if number % 4 in (1, 2)]
-"""Every kind once, in rows of one document or of several."""
+QUICK = [case for number, case in enumerate(CASES) if number % 4 == 1]
+"""Every other kind, in rows of several documents."""
 
 
 @functools.cache
@@ -234,7 +234,7 @@ def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_5", "minicpmv4_7")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_5",)))
 def test_greedy_tokens_are_those_of_transformers_generate(kind: str) -> None:
     folder, stock, pad = saved(kind)
     expected = their_tokens(folder, stock, pad)
@@ -247,7 +247,7 @@ def _tokens_on_ranks(folder: str, places: list[dict[str, int]]) -> list[list[lis
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl",)))
+@pytest.mark.parametrize("kind", sampled(KINDS, ()))
 def test_ranks_generate_the_same_tokens(kind: str) -> None:
     """Qwen3-VL's features for later layers cross the pipeline once, with the prompt."""
     folder, stock, pad = saved(kind)

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 CASES = [(name, "one-process") for name in OBJECTIVES] + [
     (name, layout) for name in ("dpo packed", "kto packed", "texts packed") for layout in list(LAYOUTS)[1:]
 ]
-QUICK = [("kto packed", "one-process"), ("texts with shared targets", "one-process")]
+QUICK = [("kto packed", "one-process")]
 
 
 @pytest.fixture(scope="module")

@@ -133,6 +133,7 @@ def test_sft(workspace: Path) -> None:
     _check(workspace, "chats.jsonl", "sft", _run(trainer, workspace / "trl-sft"), {})
 
 
+@pytest.mark.slow
 def test_dpo(workspace: Path) -> None:
     from torch.utils.data import SequentialSampler
     from trl import DPOConfig, DPOTrainer

@@ -111,9 +111,7 @@ JOBS |= {
     )
 }  # fmt: skip
 QUICK = (
-    "tools dapo twice", "tools sequence_mask", "entropy",
-    "gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward",
-    "far from a sampler that is not corrected", "token_mask vespo",
+    "tools dapo twice", "entropy", "gspo twice", "least sure", "masked bnpo", "token_mask vespo",
 )  # fmt: skip
 FEW = 6
 CANCELS = 5e-6
@@ -220,7 +218,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 LONG = ("gspo twice", "dapo twice", "grpo beta", "sequence_mask gspo", "entropy")
 QUICK_RUNS = (
-    ("gspo twice", "context-2-packed"), ("gspo twice", "data-2-sharded"), ("entropy", "tensor-2"),
+    ("gspo twice", "context-2-packed"),
 )  # fmt: skip
 
 

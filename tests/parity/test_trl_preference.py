@@ -116,7 +116,7 @@ def _train(workspace: Path, name: str, ranks: int, *more: str) -> list[dict[str,
 
 
 CASES = [*((name, "one-process") for name in LOSSES), *(("dpo", name) for name in list(LAYOUTS)[1:])]
-QUICK = [("ipo", "one-process"), ("dpo", "tensor-2"), ("dpo", "pipeline-2")]
+QUICK = [("dpo", "tensor-2")]
 
 
 @pytest.mark.parametrize(("loss", "layout"), sampled(CASES, QUICK))
@@ -152,6 +152,7 @@ def balanced(mixture: Path) -> tuple[list[dict[str, float]], Path, list[list[int
     return _reference(mixture, "hinge", beta=0.3, router_aux_loss_coef=BALANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", sampled(BALANCED, ("experts-2",)))
 def test_auxiliary_loss_of_routers_is_trls(layout: str, mixture: Path, balanced: tuple) -> None:
     """Over chosen and rejected answers, and not over what the reference chose. TRL has the whole batch at once."""

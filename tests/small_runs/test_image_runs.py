@@ -76,6 +76,7 @@ def _half(run: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(LAYOUTS, ["context"]))
 def test_another_layout_goes_on(name: str, place: Path, whole: Any, tmp_path: Path) -> None:
     ranks, more = LAYOUTS[name]

@@ -22,6 +22,7 @@ from engine.conversion.import_export import export_hf
 from engine.conversion.low_precision.linears import low_precision
 from engine.errors import UserError
 from tests.small_runs.conftest import SmallRuns
+from tests.support.sweeps import portion
 from tests.unit.test_checkpoint_source import load_folder
 from tests.wrong_inputs.workplace import VOCABULARY, Seen, run_here
 
@@ -71,13 +72,13 @@ def scores(*, dtype: Any, **given: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("stored", "method", "base_dtype", "dtype"),
-    [
+    portion([
         ("nvfp4", None, "stored", "bfloat16"), ("nvfp4", None, "stored", "float32"),
         ("mxfp4", None, "stored", "bfloat16"), ("mxfp8", None, "stored", "bfloat16"),
         ("fp8_block", "fp8", "stored", "bfloat16"), ("int4", None, "stored", "bfloat16"),
         ("int8", None, "stored", "bfloat16"), (None, None, "nvfp4", "bfloat16"), (None, None, "int8", "float32"),
         (None, None, "int4", "bfloat16"),
-    ],
+    ], 3, [("nvfp4", None, "stored", "bfloat16"), (None, None, "int8", "float32")]),
 )  # fmt: skip
 def test_a_merge_aware_run_is_written_as_it_was_trained(
     run: SmallRuns, stored: ExportDType | None, method: QuantMethod | None, base_dtype: str, dtype: str

@@ -182,6 +182,7 @@ def test_what_a_server_would_not_compute_with(
     assert server.of("/v1/load_lora_adapter") == []
 
 
+@pytest.mark.slow
 def test_inside_a_buffer_the_server_is_not_asked_again(server: StandIn, tmp_path: Path) -> None:
     """Two steps a buffer, twice each. Saved after three, the fourth takes completions and both log-probabilities from
     the checkpoint."""
@@ -230,6 +231,7 @@ def test_a_mismatch_is_reported(server: StandIn, tmp_path: Path, capfd: pytest.C
     )
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_corrected(server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All weights are e^0.3, and so is the loss multiplied; above objective.importance_max they are cut off."""
     losses = []

@@ -262,6 +262,7 @@ def test_a_linear_without_its_mask_is_refused() -> None:
 TINY_TOWER = {"images": 2, "side": 56, "layers": 2, "width": 32, "heads": 4, "mlp": 48, "repeats": 2, "warmup": 0}
 
 
+@pytest.mark.slow
 def test_tower_section(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every work of both sides is timed; a tower that computes something else is not."""
     monkeypatch.setattr(tower, "in_new_process", lambda function, *arguments: function(*arguments))

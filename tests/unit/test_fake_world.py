@@ -118,7 +118,7 @@ PLACES = {
     "context 8, ulysses": Place(options=f"{CONTEXT} --parallel.context_method ulysses", rank=2, layers=4, held=4),
     "tensor 4, pipeline 2": Place(options=BOTH, rank=6, layers=8, held=3, tp=4, embedding=False),
 }
-QUICK = ("tensor 8, last", "tensor 8 without sequence", "pipeline 8, between", "context 8, ring")
+QUICK = ("tensor 8, last", "pipeline 8, between")
 
 
 def _config(folder: Path, sizes: Sizes, options: str) -> RunConfig:

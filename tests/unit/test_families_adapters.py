@@ -25,6 +25,7 @@ from engine.conversion.proof import prove_model
 from engine.errors import UserError
 from tests.distributed.cases import RANK, SCALE, Built, relative_error, uncut
 from tests.support.family_models import FAMILIES, ROUTED, batch_of, engine_model, make_model, stock_losses
+from tests.support.sweeps import portion
 from tests.unit.test_checkpoint_peft import trained_run
 
 EVERY_LINEAR = r"layers\..*(?<!weights)_proj(_[a-z]+)?|.*per_layer_(input_gate|(model_)?projection)"
@@ -65,7 +66,9 @@ def _export(tmp_path: Path, base: Path, tensors: dict[str, Tensor], *, rslora: b
     export_hf(MergedSource(source.model, source, checkpoint.trained(), scale=SCALE), tmp_path / "merged")
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if " with" not in name and name not in ROUTED])
+@pytest.mark.parametrize(
+    "name", portion([name for name in FAMILIES if " with" not in name and name not in ROUTED], 4, ["llama"])
+)
 def test_adapter_and_merged_model_give_the_live_models_logits(name: str, tmp_path: Path):
     plain = make_model(name, tmp_path / "hf")
     built = engine_model(tmp_path / "hf", trained="", adapters=EVERY_LINEAR)

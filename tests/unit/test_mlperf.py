@@ -267,6 +267,7 @@ def test_a_precision_without_a_name(example: SimpleNamespace) -> None:
         example.train.disclosed(configured("llama2_70b_lora.yaml", "--model.base_dtype", "nf4"), "x.yaml")
 
 
+@pytest.mark.slow
 def test_package_of_ten_runs(example: SimpleNamespace, tmp_path: Path) -> None:
     """Laid out by package.py, which runs MLCommons' package, seed, system and convergence checkers."""
     logs = tmp_path / "logs"

@@ -34,8 +34,7 @@ from tests.support.family_models import (
     stock_losses,
 )
 from tests.support.shared_data import DATA
-
-every_family = pytest.mark.parametrize("name", FAMILIES)
+from tests.support.sweeps import portion
 
 
 @functools.cache
@@ -49,7 +48,7 @@ def _saved(name: str) -> tuple[torch.nn.Module, Path]:
     return make_model(name, folder), folder
 
 
-@every_family
+@pytest.mark.parametrize("name", portion(FAMILIES, 4, ["glm4 moe", "gpt oss", "deepseek v3"]))
 def test_logits(name: str):
     """Leaving out the correction, groups or factor of GLM-4-MoE's router moves its logits by 0.3 and more, the biases,
     clamp, sinks or the choice before the softmax of gpt-oss by 0.5 and more, and neighbouring pairs or the scale of
@@ -64,8 +63,15 @@ def test_logits(name: str):
     assert expected.std() > 0.05, "logits say nothing"
 
 
-@every_family
-@pytest.mark.parametrize("trained", [".*", r"(?!lm_head|embed_tokens).*"])
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        *((name, ".*") for name in FAMILIES),
+        *portion(
+            [(name, r"(?!lm_head|embed_tokens).*") for name in FAMILIES], 5, [("llama", r"(?!lm_head|embed_tokens).*")]
+        ),
+    ],
+)
 def test_losses_and_gradients(name: str, trained: str):
     """With a head that trains, and with a frozen one, whose loss never has all logits."""
     model, folder = _saved(name)
@@ -81,8 +87,9 @@ def test_losses_and_gradients(name: str, trained: str):
     assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}
 
 
-@every_family
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "tensor"), portion([(name, tensor) for name in FAMILIES for tensor in (1, 2)], 6, [("llama", 2)])
+)
 def test_checkpoints_there_and_back_are_bit_identical(name: str, tensor: int, tmp_path: Path):
     _, folder = _saved(name)
     import_checkpoint(open_source(folder), tmp_path / "parts", tensor=tensor)

@@ -23,6 +23,7 @@ from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft
 from engine.conversion.proof import live_model
 from engine.errors import UserError
+from tests.support.sweeps import portion
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import open_in_peft, trained_run
 
@@ -82,7 +83,7 @@ def opened(tmp_path: Path, folder: str) -> AdapterSource:
     return AdapterSource(tmp_path / folder, names=model.names, decoder=model.decoder, with_saved_modules=True)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", portion(OPTIONS, 2))
 def test_both_ways(name: str, tmp_path: Path) -> None:
     options = OPTIONS[name]
     theirs = stock(tmp_path, **options)

@@ -84,7 +84,7 @@ CASES = {
     "2, shard parameters": _case(2, "{expert: 2, shard: parameters}", micro_batches=2, length=128),
     "2, native": _case(2, "{expert: 2}", micro_batches=2, kernels="native"),
 }
-QUICK = ("2", "4, tensor 2, shard optimizer")
+QUICK = ("2",)
 KINDS: tuple[Routing, ...] = ("balanced", "worst")
 
 

@@ -24,6 +24,7 @@ from engine.training.start_model import check_model
 from engine.vision.layers.token_experts import ExpertPair
 from rankfold.planning.memory_measure import build, draw_batches, measure
 from tests.support.shared_data import shared
+from tests.support.sweeps import sampled
 
 LAUNCH = Launch(rank=0, world_size=1, device=torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ["adapters, full"]))
 def test_peaks_are_those_of_real_steps(name: str, folder: Path) -> None:
     config = _config(folder, **CASES[name])
     plan = check_model(config, open_model(folder))

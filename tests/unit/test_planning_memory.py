@@ -312,14 +312,13 @@ NATIVE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CASES |= {f"native, {name}": Case(**changes, kernels="native") for name, changes in NATIVE.items()}
 QUICK = (
-    "lora, accumulation", "lora, one for q, k and v and one for gate and up", "lora of the upper layers",
-    "lora, a copy of a tied head", "all, tied", "full, two of four layers", "none, dropout",
-    "tensor 2, joint", "data 2, shard gradients, accumulation", "data 4, shard parameters, lora",
-    "offloaded weights, head and embedding train", "offloaded optimizer, bf16, shard optimizer",
-    "nf4, bf16, dropout", "nvfp4, merged, bf16", "fp8_row, bf16, two of four layers full", "dpo, nf4, two rows",
-    "orpo, head",
-    "context 2, ulysses", "tensor 2, context 2", "granite", "gemma2, bf16", "kept in bf16, attention",
-    "native, lora, bf16, dropout", "native, tensor 2", "mixture, balanced", "falcon_h1, attention",
+    "lora, one for q, k and v and one for gate and up", "lora of the upper layers",
+    "lora, a copy of a tied head", "full, two of four layers", "none, dropout",
+    "data 2, shard gradients, accumulation", "data 4, shard parameters, lora",
+    "offloaded optimizer, bf16, shard optimizer",
+    "nf4, bf16, dropout", "nvfp4, merged, bf16", "fp8_row, bf16, two of four layers full", "orpo, head",
+    "tensor 2, context 2", "granite", "kept in bf16, attention",
+    "native, lora, bf16, dropout", "mixture, balanced", "falcon_h1, attention",
 )  # fmt: skip
 """Each kind of training, storage, axis, objective and backend at least once, many of them together."""
 

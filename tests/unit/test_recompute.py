@@ -190,6 +190,7 @@ def test_backward_gives_everything_back(level: Level, backend: str) -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.slow
 def test_bytes_kept_where_only_some_layers_are_made_again() -> None:
     full = _layer_bytes("full", "reference", 0.0)
     selective = _layer_bytes("selective", "reference", 0.0)

@@ -18,6 +18,7 @@ from rankfold.reporting.page import page
 from rankfold.reporting.reading import read_runs
 from rankfold.reporting.timeline import simulated
 from tests.support.commands import run_tool
+from tests.support.sweeps import sampled
 
 
 def _record(step: int, **more: object) -> dict[str, object]:
@@ -287,9 +288,12 @@ def _replaced(tree: Any, path: tuple[str | int, ...], value: object) -> Any:
     return copied
 
 
-@pytest.mark.parametrize("value", _HOSTILE, ids=lambda value: repr(value)[:20])
-def test_no_value_of_any_file_becomes_markup_or_a_traceback(tmp_path: Path, value: object) -> None:
+@pytest.mark.parametrize(
+    "place", sampled(range(len(_HOSTILE)), (0, 2, 4, 8, 11)), ids=lambda place: repr(_HOSTILE[place])[:20]
+)
+def test_no_value_of_any_file_becomes_markup_or_a_traceback(tmp_path: Path, place: int) -> None:
     """Each value of each file in turn is replaced; the page has the elements that it knows and no event handlers."""
+    value = _HOSTILE[place]
     folder = _write(tmp_path / "run", ranks=2, steps=2, pipeline=2)
     known = set(_Text(page(read_runs([folder]))).tags)
     first = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[1]

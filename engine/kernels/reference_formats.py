@@ -55,6 +55,9 @@ NO_NUMBER = 255
 CHUNK = 1 << 19
 """Numbers that are worked on at once, so that temporaries stay small beside a matrix, and in a processor's cache."""
 
+WIDE_CHUNK = 1 << 22
+"""The same where each operation is a launch on a device."""
+
 Parts = Mapping[str, Tensor]
 
 
@@ -107,7 +110,8 @@ def merge_in_place(of: Format, parts: Parts, b_OR: Tensor, a_RI: Tensor, scale: 
     Args:
         of, parts, b_OR, a_RI, scale: as of `merge`.
     """
-    for chunk in row_chunks(of, b_OR.shape[0], a_RI.shape[1]):
+    numbers = CHUNK if b_OR.device.type == "cpu" else WIDE_CHUNK
+    for chunk in row_chunks(of, b_OR.shape[0], a_RI.shape[1], numbers):
         _store(of, parts, chunk, _merged_rows(of, rows_of(of, parts, chunk), b_OR[chunk], a_RI, scale))
 
 
@@ -183,9 +187,9 @@ def empty_parts(of: Format, rows: int, columns: int, device: torch.device) -> di
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes}
 
 
-def row_chunks(of: Format, rows: int, columns: int) -> Iterator[slice]:
-    """Yields slices of rows with about CHUNK numbers, which divide no block."""
-    step = -(-max(1, CHUNK // max(columns, 1)) // of.rows) * of.rows
+def row_chunks(of: Format, rows: int, columns: int, numbers: int = CHUNK) -> Iterator[slice]:
+    """Yields slices of rows with about so many numbers, which divide no block."""
+    step = -(-max(1, numbers // max(columns, 1)) // of.rows) * of.rows
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 

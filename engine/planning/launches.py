@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from engine.document_levels import call_costs, level_calls
 from engine.kernels.codec import PLAIN
 from engine.kernels.records import AdapterPlace, AdapterSection, Documents, InputUpdate
+from engine.kernels.reference_formats import WIDE_CHUNK
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
@@ -343,8 +344,11 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
         if one.name not in ("multiply", "multiply_groups")
     }
     decoders = {name: merge if name == "merged_decode" else decode for name in DECODERS}
-    in_place = counter.kernel(base.arithmetic.merge_in_place, "merge in place", _merging_in_place, kind="vector kernel")
-    arithmetic = replace(PLAIN, **decoders, merge_in_place=in_place)
+
+    def merge_in_place(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float) -> None:
+        counter.launches.append(_merged_in_place(b_OR.shape[0], *a_RI.shape, by_torch=kernels == "triton"))
+
+    arithmetic = replace(PLAIN, **decoders, merge_in_place=merge_in_place)
     if kernels == "triton":
         few = counter.kernel(write_in_place, "product of few rows", _decoding_few, kind="vector kernel")
         arithmetic = replace(
@@ -362,16 +366,27 @@ def _merging(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float, 
     return 4.0 * b_OR.shape[-1] * out_OI.numel()
 
 
+_MERGE_BYTES = 20
+"""Bytes a number that plain torch moves for each rank of a merge: a product that is written, read and added."""
+_ROUND_BYTES, _ROUND_LAUNCHES = 600, 70
+"""The same of rounding to codes, and its launches: some 70 operations on fp32 numbers, by count."""
+
+
+def _merged_in_place(rows: int, ranks: int, columns: int, *, by_torch: bool) -> Launch:
+    """Returns the launches that write the codes of a merged matrix, by plain torch or by one compiled function."""
+    numbers = rows * columns
+    if not by_torch:
+        return Launch("merge in place", numbers, 4.0 * ranks * numbers, kind="vector kernel")
+    count = -(-numbers // WIDE_CHUNK) * (2 * ranks + _ROUND_LAUNCHES)
+    return Launch("merge in place", numbers * (_MERGE_BYTES * ranks + _ROUND_BYTES), count=count)
+
+
 _DECODING = 18.0
 """Arithmetic of a number that is decoded in registers: nine instructions, each as long as a product and an addition."""
 
 
 def _decoding_few(format: Any, parts: Any, x_TI: Tensor, out_TO: Tensor) -> float:
     return _DECODING * out_TO.shape[1] * x_TI.shape[1]
-
-
-def _merging_in_place(format: Any, parts: Any, b_OR: Tensor, a_RI: Tensor, scale: float) -> float:
-    return 4.0 * b_OR.shape[0] * a_RI.numel()
 
 
 def _no_products(*_: Any, **__: Any) -> float:

@@ -88,6 +88,7 @@ class PeakEstimate:
         save: peak while a checkpoint is written.
         host: bytes of host memory that is offloaded to, beside all this.
         sampling: peak while completions are sampled, of an objective that samples what it trains on; 0 for others.
+        kept_codes: of that, the base's codes that are kept beside merged ones.
         pipeline_rank: the rank whose peak this is.
     """
 
@@ -98,6 +99,7 @@ class PeakEstimate:
     save: int
     host: int = 0
     sampling: int = 0
+    kept_codes: int = 0
     pipeline_rank: int = 0
 
     @property
@@ -180,6 +182,7 @@ class _Rank:
             save=total(static) + written * WIDE,
             host=self._host() + (self._peak_offloaded(stages) if traced else 0),
             sampling=total(static) + self._sampling() if traced and self._workload.samples is not None else 0,
+            kept_codes=self._kept_codes() - self._kept_on_host(),
             pipeline_rank=self._rank,
         )
 
@@ -188,10 +191,7 @@ class _Rank:
         samples = self._workload.samples
         assert samples is not None
         predict: SamplesPredictor = resolve(samples.predictor)
-        kept = self._kept_codes()
-        if self._workload.offload_weights:
-            kept -= self._kept_on_host()
-        return predict(self._workload, self._layout, None).peak + kept
+        return predict(self._workload, self._layout, None).peak + self._kept_codes() - self._kept_on_host()
 
     def _kept_codes(self) -> int:
         """Counts the base's codes that are kept while completions are sampled from merged ones."""
@@ -204,7 +204,9 @@ class _Rank:
 
     def _kept_on_host(self) -> int:
         """Counts those of offloaded weights."""
-        return sum(group.merged_moved for group in self._groups()) if self._workload.merges_once else 0
+        if not (self._workload.merges_once and self._workload.offload_weights):
+            return 0
+        return sum(group.merged_moved for group in self._groups())
 
     def _units(self) -> Iterator[tuple[Parameters, ...]]:
         """Yields the parameters of this rank's layers and ends, in the order of forward."""

@@ -21,12 +21,13 @@ from engine.inference.model_part import InferenceStage, Parts
 from engine.inference.options import Limits, Sampling
 from engine.inference.rows import Request
 from engine.inference.waiting_rows import RECOMPUTED
-from engine.layers.merged_codes import merged_codes
+from engine.layers.merged_codes import kept_bytes, merged_codes
 from engine.rollouts.cache_size import PREFILL_TOKENS, cache_size
 from engine.rollouts.data.prompts import Prompt
 from engine.rollouts.sampler import ConversationParts, Sampled
 from engine.rollouts.turns.feed import TurnFeed, leads
 from engine.rollouts.weights import Weights, trained_digest
+from engine.telemetry.format import format_bytes
 from engine.training.build import Training
 
 _ROW_BITS = 32
@@ -81,6 +82,12 @@ class TrainedSampler:
         self._others = mesh.dp_cp if together else None
         self._capture = decode_capture(rollout.cuda_graph, training.stages.step.device)
         self._merges_once = config.lora.merge_aware and rollout.merge_once
+        if self._merges_once and not greedy:
+            kept = format_bytes(kept_bytes(training.parts, training.weights))
+            say(
+                f"rollouts: merge-aware codes are made once for each generation batch, with {kept} of the base's kept "
+                "beside them on each rank meanwhile (rollout.merge_once false merges in each pass)"
+            )
         self.notes: tuple[str, ...] = ()
         """What the passes do without, of the last rollout; see `engine.inference.model_part.InferenceStage`."""
 

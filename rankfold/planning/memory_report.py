@@ -200,6 +200,8 @@ def part_table(candidate: Candidate) -> str:
     rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
     if any(one.sampling for one in shown):
         rows.append(("while sampling", *(f"{one.sampling / GIB:.2f}" for one in shown)))
+        if any(one.kept_codes for one in shown):
+            rows.append(("  the base's codes in it", *(f"{one.kept_codes / GIB:.2f}" for one in shown)))
     if candidate.layout.parallel.expert > 1:
         worst = candidate.worst()
         rows.append((WORST, *(f"{worst[one.pipeline_rank].peak / GIB:.2f}" for one in shown)))

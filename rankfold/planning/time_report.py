@@ -135,7 +135,18 @@ def sampling(found: StepRange, samples: Samples, devices: int) -> list[str]:
         f"a pass of {counted(samples.options.slots, 'token')} moves {likely.nbytes / 1e9:.3g} GB; of it "
         f"{likely.choice_launches} kernels and {likely.choice_bytes / 1e9:.2g} GB choose the tokens, with their random "
         "numbers and log-probabilities",
+        *_merging(likely),
         *_turns(likely, samples),
+    ]
+
+
+def _merging(cost: SamplesCost) -> list[str]:
+    """Returns a line on codes that are merged before the first pass."""
+    if not cost.merging:
+        return []
+    return [
+        f"merge-aware: {cost.merging:.2g} s of a rollout merge adapters into codes, once, and the base's are kept "
+        "beside them (rollout.merge_once)"
     ]
 
 

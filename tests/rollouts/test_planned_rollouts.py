@@ -22,6 +22,7 @@ from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
+from engine.layers.merged_codes import kept_bytes, merged_codes, merging_storages
 from engine.layers.recompute import MemoryPlan
 from engine.models.families import family_of
 from engine.planning.launch_times import launch_seconds
@@ -40,6 +41,7 @@ from engine.training.module_plan import training_plan
 from engine.training.prepared_run import PreparedRun
 from rankfold.planning.memory_examples import LLAMA_3_8B
 from rankfold.planning.memory_measure import LiveStorages
+from tests.support.few_bits import draw_in_few_bits
 from tests.support.rollout_runs import prepared, rollout_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +125,38 @@ def test_a_pass_is_that_of_a_run(run: PreparedRun) -> None:
     )
     assert found == names and len([name for name in names if "mm" in name]) > 10
     assert live.peak - before == pytest.approx(traced.beside + sum(traced.cache), rel=0.01)
+
+
+def test_codes_that_are_merged_once_are_counted(tmp_path: Path) -> None:
+    """The base's codes that a run keeps meanwhile, to the byte, and passes that decode and do not merge."""
+    settings = rollout_settings(
+        tmp_path, model__init="checkpoint", lora__merge_aware="true", model__base_dtype="stored"
+    )
+    draw_in_few_bits(tmp_path / "model", "int4")
+    with ExitStack() as opened:
+        merging = prepared({**settings, "model.kernels": "reference"}, opened)
+        parts, weights = merging.training.parts, merging.training.weights
+        (_, once), (_, each) = (planned(merging, merge_once=choice) for choice in (True, False))
+        found = {}
+        for name, workload in (("once", once), ("each", each)):
+            workload = replace(workload, kernels="native", stored=merging.training.source.formats)
+            (found[name],) = predict_layout(workload, Layout(), MemoryPlan())
+            traced = planned_rollouts._trace(replace(workload, global_batch=0), ParallelOptions())
+            merges = [one.name for one in traced.decode if one.name.startswith("merge")]
+            assert bool(merges) == (name == "each")
+            assert [one.name for one in traced.merges] == (["merge in place"] * 28 if name == "once" else [])
+        kept = sum(one.memory.nbytes for one in merging_storages(parts))
+        assert found["once"].kept_codes == kept == kept_bytes(parts, weights) > 10_000
+        assert found["each"].kept_codes == 0
+        host = replace(once, offload_weights=True, stored=merging.training.source.formats)
+        assert predict_layout(host, Layout(), MemoryPlan())[0].kept_codes <= kept
+        with LiveStorages() as live:
+            with merged_codes(parts, weights):  # after which all others are known
+                pass
+            before = live.live
+            with merged_codes(parts, weights):
+                assert live.live - before == kept
+            assert live.live == before
 
 
 def test_a_pass_between_turns_is_that_of_a_run(run: PreparedRun) -> None:

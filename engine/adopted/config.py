@@ -30,9 +30,10 @@ from engine.batch import Batch
 from engine.choices import VISION, Recompute
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
-from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers
+from engine.models.decoder_config import DecoderConfig, LayerVariant
 from engine.models.families import ADOPTED_IMAGE_FAMILY
 from engine.models.families.family import Family
+from engine.models.layer_records import Multipliers
 from engine.models.names import HfLocation, NameMap
 from engine.models.ropes import Rope
 from engine.ops.attention.context_parallel import Method

@@ -30,7 +30,7 @@ from engine.gemma4.per_layer import (
     PerLayerInputs,
 )
 from engine.gemma4.sharing import KeySources, SharedKeys, WideMLPs
-from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Multipliers
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     BOTH_NORMS_MODULES,
@@ -41,6 +41,7 @@ from engine.models.families.reading import (
     rope_from_hf,
     windows_from_hf,
 )
+from engine.models.layer_records import PLAIN_LAYER, Multipliers
 from engine.models.names import LAYER_SCALAR, NameMap
 from engine.models.ropes import Rope, RopeScaling
 from engine.models.stacked_parts import stacked

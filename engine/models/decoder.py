@@ -34,10 +34,11 @@ from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.shared_base import FrozenStorages
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
-from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.front_module import Carried, FrontModule
 from engine.models.head_figures import SeveralLabels, TokenFigures, head_figures, is_read_in_backward, scaled_logits
+from engine.models.layer_records import SITES_PER_LAYER
 from engine.models.ropes import Rope
 from engine.ops.attention.token_context import AdapterChoice, ContextPart, TokenContext, TokenCounts
 from engine.ops.block_loss import BlockLoss

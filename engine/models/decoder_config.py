@@ -15,63 +15,26 @@ from torch import Tensor
 
 from engine.batch import Batch, BatchPart
 from engine.choices import Recompute
-from engine.errors import UserError
 from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
 from engine.layers.context import LayerContext, TrainingPlan
 from engine.layers.mlp import Activation
 from engine.models.front_module import FrontModule
+from engine.models.layer_records import (
+    INNER_SITES,
+    LATENT_SITES,
+    PLAIN_LAYER,
+    PLAIN_MULTIPLIERS,
+    SITES_PER_LAYER,
+    ExampleRows,
+    LayerKind,
+    Multipliers,
+)
 from engine.models.ropes import Rope
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.attention.context_parallel import Method
 from engine.ops.attention.token_context import AuxiliaryLoss, ContextPart
 from engine.ops.kernels import Attention
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Multipliers:
-    """The numbers that the residual stream is multiplied by, or divided, in some families.
-
-    Args:
-        embedding: on looked-up embeddings, rounded to the compute dtype.
-        branch: on what attention and MLP add to the stream.
-        logits_divisor: logits are divided by it.
-        head_input_divisor: what the head takes is divided by it. An adapter's bias on the head tells the two apart.
-    """
-
-    embedding: float = 1.0
-    branch: float = 1.0
-    logits_divisor: float = 1.0
-    head_input_divisor: float = 1.0
-
-
-PLAIN_MULTIPLIERS = Multipliers()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerKind:
-    """The ways in which layers differ.
-
-    Args:
-        window: a position sees itself and the window - 1 positions before it; None for all before it.
-        second_rope: it takes the config's second rotary embedding.
-    """
-
-    window: int | None = None
-    second_rope: bool = False
-
-
-PLAIN_LAYER = LayerKind()
-
-
-SITES_PER_LAYER = 4
-"""Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
-
-The head's comes after those of all layers, and then three for each layer's branch in between, or its shared expert."""
-_INNER_SITES = 1 << 22
-"""First site of the linears inside attention, two for each layer."""
-_LATENT_SITES = 1 << 23
-"""First site of the linears before and behind experts, two for each layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,29 +74,12 @@ class LayerPlace:
     @property
     def inner_site(self) -> int:
         """The first of two sites for linears inside attention."""
-        return _INNER_SITES + 2 * self.index
+        return INNER_SITES + 2 * self.index
 
     @property
     def latent_site(self) -> int:
         """The first of two sites for linears before and behind experts."""
-        return _LATENT_SITES + 2 * self.index
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExampleRows:
-    """A micro-batch that the planner makes up, as one context-parallel rank has it.
-
-    Args:
-        shape: its rows and columns.
-        document_lengths: of the whole rows.
-        tiles: of images, in patches.
-        ranks: context-parallel ones.
-    """
-
-    shape: tuple[int, int]
-    document_lengths: tuple[int, ...]
-    tiles: tuple[tuple[int, ...], ...]
-    ranks: int
+        return LATENT_SITES + 2 * self.index
 
 
 class LayerVariant:
@@ -640,37 +586,3 @@ class DecoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(replace(self, fronts=()))  # which config.json describes
-
-
-def check_expert_ranks(config: DecoderConfig, *, expert: int, tensor: int, folds: bool) -> None:
-    """Checks that the experts divide over their ranks.
-
-    Args:
-        expert: ranks over which they are divided.
-        tensor: tensor ranks.
-        folds: whether they are spread over other ranks than the rest of the model.
-
-    Raises:
-        UserError: there are none, or their number does not divide, or tensor ranks cannot be beside expert ranks.
-    """
-    if not folds:
-        return
-    option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
-    if not config.divided_experts:
-        reason = "has no experts that a router chooses"
-        if config.made_by is not None:
-            reason = "has transformers' own modules, and no expert plan of transformers divides experts of theirs"
-        raise UserError(
-            f"parallel.{option}, but this {config.family} model {reason}: leave parallel.{option.split()[0]} out."
-        )
-    if tensor > 1 and not config.splits_tokens:
-        raise UserError(
-            f"parallel.{option} and parallel.tensor is {tensor}, but the experts of this {config.family} model, whose "
-            "layers are transformers' own modules, are divided over ranks of one kind: set parallel.tensor to 1, or "
-            f"leave parallel.{option.split()[0]} out."
-        )
-    if (count := config.divided_experts) % expert:
-        raise UserError(
-            f"parallel.expert is {expert}, which does not divide the model's {count} experts: use a "
-            f"parallel.expert that divides {count}."
-        )

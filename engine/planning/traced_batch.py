@@ -12,7 +12,7 @@ import torch
 from engine.batch import Batch, BatchPart
 from engine.branches import Parents, shifted
 from engine.distributed.mesh import Counts, ExpertRows
-from engine.models.decoder_config import ExampleRows
+from engine.models.layer_records import ExampleRows
 from engine.planning.rank_layout import Routing, Workload
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 

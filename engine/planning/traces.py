@@ -29,7 +29,8 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part, build_decoder
-from engine.models.decoder_config import DecoderConfig, check_expert_ranks
+from engine.models.decoder_config import DecoderConfig
+from engine.models.expert_ranks import check_expert_ranks
 from engine.models.front_module import Carried
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.gradients import GradientSink

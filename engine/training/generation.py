@@ -43,8 +43,9 @@ from engine.layers.merged_codes import codes_are_the_bases, merge_codes, merging
 from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
-from engine.models.decoder_config import DecoderConfig, check_expert_ranks
+from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
+from engine.models.expert_ranks import check_expert_ranks
 from engine.models.flops import head_in_layers
 from engine.ops.encoded_weight import Formats
 from engine.pipeline.partition import LayerWeights, split_layers

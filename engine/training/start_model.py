@@ -19,9 +19,9 @@ from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
-from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
 from engine.models.dtypes import TORCH_DTYPES
+from engine.models.expert_ranks import check_expert_ranks
 from engine.models.run_proof import RunProof
 from engine.ops.encoded_weight import Formats
 from engine.runtime.launch import Launch, ranks_of_this_node

@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, build_decoder
-from engine.models.decoder_config import check_expert_ranks
+from engine.models.expert_ranks import check_expert_ranks
 from tests.adopted.peft_models import drawn_adapters, losses_alone
 
 RANK, ALPHA = 4, 6.0

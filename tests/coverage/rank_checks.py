@@ -29,7 +29,7 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers.context import TensorLayout
 from engine.layers.storage import WeightPlacement
-from engine.models.decoder_config import check_expert_ranks
+from engine.models.expert_ranks import check_expert_ranks
 from engine.zigzag import rank_columns
 from tests.coverage.checks import PACKED, SINGLE, Result, text_alone, tried
 from tests.coverage.made import config_of

@@ -27,7 +27,8 @@ from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Part, build_decoder
-from engine.models.decoder_config import DecoderConfig, LayerKind, Multipliers
+from engine.models.decoder_config import DecoderConfig
+from engine.models.layer_records import LayerKind, Multipliers
 from engine.models.ropes import Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS

@@ -24,7 +24,7 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan
-from engine.models.decoder_config import LayerKind
+from engine.models.layer_records import LayerKind
 from engine.models.ropes import Rope
 from engine.ops.attention.varlen import AttentionChoice
 from engine.ops.kernels import REFERENCE

@@ -8,7 +8,8 @@ import pytest
 
 from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, check_expert_ranks
+from engine.models.decoder_config import DecoderConfig
+from engine.models.expert_ranks import check_expert_ranks
 from tests.distributed.cases import small_config
 from tests.distributed.sharded_runs import ROUTED
 

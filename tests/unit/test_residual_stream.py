@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.native.loader import native_status
 from engine.layers.branch import Branch
 from engine.layers.recompute import Level, MemoryPlan
-from engine.models.decoder_config import Multipliers
+from engine.models.layer_records import Multipliers
 from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels
 from tests.distributed.cases import Case, small_config

@@ -13,7 +13,7 @@ from typing import Any
 from engine.errors import UserError
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.experts.ops.routing import RoutingRule
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
@@ -23,6 +23,7 @@ from engine.models.families.reading import (
     rotating_part,
     windows_from_hf,
 )
+from engine.models.layer_records import LayerKind
 from engine.models.names import CORRECTION, NameMap
 from engine.sentences import as_written
 

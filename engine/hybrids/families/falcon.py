@@ -14,9 +14,10 @@ from typing import Any
 from engine.hybrids.families.mamba import BAMBA_NAMES, mamba_sizes
 from engine.hybrids.layers.beside_attention import BranchFactors, MambaBesideAttention
 from engine.hybrids.layers.scaled_mlp import MLPFactors
-from engine.models.decoder_config import DecoderConfig, Multipliers
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config, filled
+from engine.models.layer_records import Multipliers
 
 _NUMBERS = (
     "embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",

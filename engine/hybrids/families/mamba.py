@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.experts.families.routed import requested_balance, routed_sizes
 from engine.hybrids.layers.mamba2 import NAME, MambaSizes
 from engine.hybrids.layers.shared_mlp import SharedMLP
-from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers
+from engine.models.decoder_config import DecoderConfig, LayerVariant
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
@@ -24,6 +24,7 @@ from engine.models.families.reading import (
     filled,
     rotating_part,
 )
+from engine.models.layer_records import Multipliers
 from engine.models.names import SHARED_EXPERT_GATE_UP, NameMap
 from engine.models.ropes import Rope
 from engine.models.stacked_parts import StackedPart

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.olmo2 import NAMES
 from engine.models.families.reading import check_activation, check_required, decoder_config, windows_from_hf
+from engine.models.layer_records import LayerKind
 from engine.models.ropes import Rope
 
 _DEFAULTS = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}

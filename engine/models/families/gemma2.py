@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, Multipliers
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     BOTH_NORMS_MODULES,
@@ -17,6 +17,7 @@ from engine.models.families.reading import (
     decoder_config,
     windows_from_hf,
 )
+from engine.models.layer_records import Multipliers
 from engine.models.names import NameMap
 
 NAMES = NameMap(layer_modules=BOTH_NORMS_MODULES)

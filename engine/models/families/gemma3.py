@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.gemma2 import NAMES, check_gemma, gemma_switches
 from engine.models.families.reading import check_required, decoder_config, rope_from_hf, windows_from_hf
+from engine.models.layer_records import PLAIN_LAYER
 from engine.models.ropes import Rope
 
 _DEFAULTS = {

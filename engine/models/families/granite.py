@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.decoder_config import DecoderConfig, Multipliers
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, decoder_config
+from engine.models.layer_records import Multipliers
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:

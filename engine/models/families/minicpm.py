@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, Multipliers
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config
+from engine.models.layer_records import Multipliers
 
 _FACTORS = ("scale_emb", "scale_depth", "dim_model_base")
 _DEFAULTS = {"tie_word_embeddings": True}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.checking import rope_value
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, decoder_config, filled, original_length
+from engine.models.layer_records import LayerKind
 from engine.models.ropes import QueryGrowth
 
 _ROPE = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config
+from engine.models.layer_records import LayerKind
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 

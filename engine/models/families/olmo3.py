@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.olmo2 import NAMES
 from engine.models.families.reading import (
@@ -15,6 +15,7 @@ from engine.models.families.reading import (
     rope_from_hf,
     windows_from_hf,
 )
+from engine.models.layer_records import PLAIN_LAYER
 from engine.models.ropes import Rope
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096}

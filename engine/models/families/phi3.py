@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.checking import rope_value
 from engine.models.families.family import Family
 from engine.models.families.reading import (
@@ -21,6 +21,7 @@ from engine.models.families.reading import (
     rope_from_hf,
     rotating_part,
 )
+from engine.models.layer_records import LayerKind
 from engine.models.names import GATE_UP, QKV
 from engine.models.ropes import Rope, RopeScaling
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.checking import rope_value
+from engine.models.layer_records import LayerKind
 from engine.models.names import NameMap
 from engine.models.ropes import Rope, RopeScaling
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config, windows_from_hf
+from engine.models.layer_records import PLAIN_LAYER, LayerKind
 from engine.models.ropes import Rope
 
 _DEFAULTS = {

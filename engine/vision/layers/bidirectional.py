@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from engine.batch import BatchPart
 from engine.layers.attention import AttentionKind
-from engine.models.decoder_config import DecoderConfig, ExampleRows, LayerVariant
+from engine.models.decoder_config import DecoderConfig, LayerVariant
+from engine.models.layer_records import ExampleRows
 from engine.ops.attention.bidirectional import spans_sentence
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.kernels import Attention

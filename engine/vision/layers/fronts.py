@@ -17,7 +17,8 @@ from engine.batch import Batch, BatchPart
 from engine.choices import VISION
 from engine.layers.context import LayerContext, TrainingPlan
 from engine.layers.plain_module import anything_trains, build_plain, linear_names, tile_rows
-from engine.models.decoder_config import DecoderConfig, ExampleRows, Front
+from engine.models.decoder_config import DecoderConfig, Front
+from engine.models.layer_records import ExampleRows
 from engine.vision.batch_parts import CrossImages, GridPositions, Images
 from engine.vision.layers.encoder import Grid, VisionConfig, VisionEncoder
 from engine.vision.ops.cross_attention import Encoded, document_spans, pair_spans

@@ -22,8 +22,9 @@ from engine.layers.attention import Attention, Heads, attention_linears
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.bypass import bypassed
 from engine.layers.context import LayerContext, TensorLayout, deferred_sums
-from engine.models.decoder_config import DecoderConfig, ExampleRows, LayerPlace, LayerVariant
+from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.decoder_layer import plain_attention, plain_mlp
+from engine.models.layer_records import ExampleRows
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.vision.batch_parts import ExpertTokens

@@ -75,6 +75,11 @@ def _check_evaluation(config: RunConfig) -> None:
 
 def _check_completions(config: RunConfig) -> None:
     """Refuses options that cannot be combined with training on sampled completions, or with its reference."""
+    require(
+        config.rollout.merge_once or config.lora.merge_aware,
+        "rollout.merge_once is false and lora.merge_aware is not true, so that nothing is merged: remove it, or set "
+        "lora.merge_aware to true.",
+    )
     objective, graph = config.objective, config.memory.cuda_graph
     fixed = objective.compared_with is not None and objective.reference_sync_steps is None
     require(

@@ -88,6 +88,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"rollout.server": "http://h", "lora.merge_aware": True, "model.base_dtype": "int8"},
         "lora.merge_aware is true and rollout.server is set, which loads",
     ),
+    ({"rollout.merge_once": False}, "rollout.merge_once is false and lora.merge_aware is not true, so that nothing"),
+    ({"rollout.merge_once": "twice"}, "rollout.merge_once"),
     ({"data.mix": '["{train}=1"]'}, "whose data are the prompts of data.train"),
     ({"rollout.eval_generations": 4}, "rollout.eval_generations is set and data.validation is not, so that nothing"),
     ({"data.validation": "{train}", "rollout.eval_generations": 0}, "rollout.eval_generations is 0"),

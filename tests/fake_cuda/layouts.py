@@ -93,6 +93,7 @@ GRPO = (
 )
 SHARED = "--data.share_prefixes true"
 LEVELS = ("calls of levels",)
+FEW_ROWS = "launch of coded_rows._coded_rows_kernel"
 REPLAYS = ("graph replays",)
 ULYSSES = "--parallel.context_method ulysses"
 JOINT = "--parallel.sequence false --parallel.lora_reduce joint"
@@ -334,6 +335,10 @@ CASES = {
     "rollouts, first of two stages": Case(options=f"{GRPO} {PP2}", world=8, rank=0, expects=("transfer",)),
     "rollouts, sharded parameters": Case(options=f"{GRPO} --parallel.shard parameters", world=8, rank=2),
     "rollouts in nf4": Case(options=f"{GRPO} --model.base_dtype nf4", expects=REPLAYS),
+    "rollouts in nvfp4": Case(options=f"{GRPO} --model.base_dtype nvfp4", expects=(*REPLAYS, FEW_ROWS)),
+    "rollouts, experts in mxfp4": Case(
+        model=MIXTURE, options=f"{GRPO} --model.base_dtype mxfp4", expects=(*REPLAYS, FEW_ROWS)
+    ),
     "rollouts, experts on 2 ranks": Case(
         model=MIXTURE, options=f"{GRPO} --parallel.expert 2", world=8, rank=1, expects=("all_to_all",)
     ),

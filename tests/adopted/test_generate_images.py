@@ -89,6 +89,7 @@ def _stock(model: nn.Module, folder: Path, images: dict[str, Path], mark: str) -
     return found, torch.stack(logps)
 
 
+@pytest.mark.slow
 def test_records_are_shown_with_their_images(tmp_path: Path) -> None:
     save_image_model("qwen3_vl_moe", tmp_path)
     Image.new("RGB", (84, 56)).save(tmp_path / "a.png")

@@ -115,6 +115,7 @@ def _few_heads() -> tuple[dict[str, float], str, str]:
     return found, _refusal("seed_oss", num_attention_heads=6, num_key_value_heads=3), _refusal("mamba")
 
 
+@pytest.mark.slow
 def test_heads_of_keys_are_shared_where_there_are_fewer_than_ranks_or_refused() -> None:
     for errors, said, unknown in spawn(_few_heads, world=2, timeout=100):
         worst = sorted(errors.items(), key=lambda one: -one[1])[:5]

@@ -81,7 +81,7 @@ LAYOUTS = {
     "step, sequence": Layout(graph="step", grid=RankGrid(tp=2), case=SEQUENCE),
     "step, everything over tensor ranks": Layout(graph="step", grid=RankGrid(tp=2), case=TIED),
 }
-QUICK = ("layer, interleaved", "step, sequence")
+QUICK = ("step, sequence",)
 
 
 class Training:

@@ -245,6 +245,7 @@ def _one_micro_batch(grids: tuple[RankGrid, ...]) -> list[Outcome]:
     return [_outcome(replace(layout, grid=grid, base=base), "none") for base in (*DECODED, *FP8) for grid in grids]
 
 
+@pytest.mark.slow
 def test_encoded_experts_on_other_ranks() -> None:
     """As all experts on each of two data-parallel ranks: to 1e-7, by which products of these sizes depend on the number
     of their rows. Where attention rounds its operands to fp8, that moves a loss by up to 0.009."""

@@ -60,6 +60,7 @@ def test_folders_of_their_own_do_for_copies_of_a_model(settings: dict[str, objec
     assert checkpoint_folder(first.run_dir, 2).is_dir() and not checkpoint_folder(second.run_dir, 2).exists()
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced(settings: dict[str, object], tmp_path: Path) -> None:
     """The launcher that is left ends too, as a scheduler expects. The same commands, with a new node in the place of
     the lost one, end the run as if nothing had happened."""

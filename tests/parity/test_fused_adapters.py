@@ -65,6 +65,7 @@ def test_every_layout_follows_peft(dora: bool, names: tuple[str, ...], tmp_path:
             assert _difference(losses, theirs) < LIMIT, name
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("names", [QUICK[1:], pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=len)
 def test_dropout_is_the_same_on_every_layout(names: tuple[str, ...], tmp_path: Path) -> None:

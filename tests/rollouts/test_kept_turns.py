@@ -62,6 +62,7 @@ def test_environments_that_add_to_prompts(tmp_path: Path) -> None:
     assert found.distance < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", sampled((False, True), (True,)))
 def test_bits_do_not_depend_on_delays(tools: bool, tmp_path: Path) -> None:
     """Environments answer after random times. No row is kept because there is room for it just then, and no two prompts
@@ -76,6 +77,7 @@ def test_bits_do_not_depend_on_delays(tools: bool, tmp_path: Path) -> None:
         assert late.together[0] == 1 + tools and set(late.together[1:]) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(("qwen3", "qwen3.5"), ("qwen3.5",)))
 def test_graphs_change_no_number(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that come back have other pages and states in their slots than the graphs' first rows had."""

@@ -154,6 +154,7 @@ def test_completions_that_nothing_scored_are_left_out(tmp_path: Path) -> None:
     assert rows.figures["completions/mean_length"] == np.mean([one.num_sampled for one in buffer.completions])
 
 
+@pytest.mark.slow
 def test_a_buffer_is_not_resumed_with_other_turns(tmp_path: Path) -> None:
     settings = tool_settings(
         tmp_path, train__steps=1, rollout__steps_per_generation=2, train__global_batch_size=8, rollout__max_turns=3

@@ -39,6 +39,7 @@ def test_a_server_says_what_its_model_does(kind: str, place: tuple[Path, dict[st
         assert server.probes and not [one for one in server.probes if "lora" in json.dumps(one.body)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_ask_once(place: tuple[Path, dict[str, object]]) -> None:
     folder, settings = place

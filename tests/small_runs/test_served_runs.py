@@ -343,6 +343,7 @@ def test_what_was_under_way_is_sampled_again(
     assert [one["off_policy_steps"] for one in records(tmp_path / "run")] == [0, 1, 2, 3, 2, 3][:steps]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_overlap(server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = settings(tmp_path, server, train__steps=2, rollout__overlap="true", checkpoint__every=1, checkpoint__keep=0)
     run_here(given)

@@ -80,6 +80,7 @@ def _run_section(
     return record, rows
 
 
+@pytest.mark.slow
 def test_kernels_section(tmp_path: Path) -> None:
     record, rows = _run_section("kernels", TINY_KERNELS, tmp_path)
     assert [table["group"] for table in record["tables"]] == list(KernelOptions.GROUPS)
@@ -312,6 +313,7 @@ def test_rollouts_section(tmp_path: Path) -> None:
     assert sides[rollouts.ENGINE]["cache_bytes"]() > 0
 
 
+@pytest.mark.slow
 def test_tenants_section(tmp_path: Path) -> None:
     """All sides start from the same adapters, of which each has a batch of its own; one that differs is refused."""
     options = TenantsOptions(**{**TINY_MODEL, "rows": 1, "length": 8, "rank": 2, "adapters": 3, "device": "cpu"})

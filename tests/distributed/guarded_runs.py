@@ -14,7 +14,8 @@ from engine.optim.state_sharding import ShardLevel
 from engine.training.guards.run_guards import Guards
 from engine.training.observer import LaunchedStep
 from engine.training.step import StepFigures
-from tests.distributed.sharded_runs import GLOBAL_ROWS, SMALL, Layout, Run
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import GLOBAL_ROWS, Layout, Run
 
 OPTIONS = GuardOptions(liveness_steps=3, replicas_every=2)
 Fault = Callable[[Run, int], None]

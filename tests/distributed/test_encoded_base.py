@@ -23,7 +23,8 @@ from engine.layers import host_storage
 from engine.optim.state_sharding import ShardLevel
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import relative_error, whole_tensor
-from tests.distributed.sharded_runs import BLOCKS, Layout, Run, assemble
+from tests.distributed.run_cases import BLOCKS
+from tests.distributed.sharded_runs import Layout, Run, assemble
 from tests.support.shared_scales import encoded_whole
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled

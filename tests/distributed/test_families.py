@@ -39,7 +39,6 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import cut, relative_error, uncut
 from tests.support.family_models import (
-    FAMILIES,
     batch_of,
     engine_model,
     gradient_errors,
@@ -47,6 +46,7 @@ from tests.support.family_models import (
     stock_gradient,
     stock_losses,
 )
+from tests.support.family_table import FAMILIES
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 

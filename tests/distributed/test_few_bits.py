@@ -21,7 +21,8 @@ from engine.optim.state_sharding import ShardLevel
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import Case, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.distributed.sharded_runs import EVEN, EVERY_EXPERT, Layout, Run, assemble
+from tests.distributed.run_cases import EVEN, EVERY_EXPERT
+from tests.distributed.sharded_runs import Layout, Run, assemble
 from tests.support.shared_scales import encoded_whole
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled

@@ -23,7 +23,7 @@ from engine.ops.kernels import REFERENCE, Folds
 from engine.ops.products import FOLDED, SEPARATE
 from tests.distributed.cases import Case, make_batch, relative_error
 from tests.distributed.gradient_table import CASES
-from tests.distributed.sharded_runs import BLOCKS
+from tests.distributed.run_cases import BLOCKS
 from tests.support.memory_models import build_with
 from tests.support.spawning import spawn
 

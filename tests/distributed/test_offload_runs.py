@@ -21,7 +21,8 @@ from engine.layers.host_storage import HostFetch
 from engine.layers.module import shard_entries
 from engine.optim.backends import NATIVE, TORCH
 from engine.optim.state_sharding import ShardLevel
-from tests.distributed.sharded_runs import SMALL, Layout, Run, assemble
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import Layout, Run, assemble
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 

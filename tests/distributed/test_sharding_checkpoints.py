@@ -18,7 +18,8 @@ from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.optim.state_sharding import ShardLevel
-from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, assemble
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import LEVELS, Layout, Run, assemble
 from tests.support.saved_training import save_training
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled, takes_slow

@@ -14,7 +14,8 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
-from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, assemble
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import CLIP, LEVELS, Layout, Run, assemble
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 

@@ -26,7 +26,8 @@ from engine.planning.ledger import total
 from engine.planning.peak import predict_layout
 from engine.planning.rank_layout import Layout as PlannedLayout
 from engine.planning.rank_layout import Workload
-from tests.distributed.sharded_runs import CASES, CPU, GLOBAL_ROWS, LEVELS, SEQ_LENGTH, Layout, Run
+from tests.distributed.run_cases import CASES
+from tests.distributed.sharded_runs import CPU, GLOBAL_ROWS, LEVELS, SEQ_LENGTH, Layout, Run
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 

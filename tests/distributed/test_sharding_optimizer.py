@@ -13,7 +13,8 @@ from engine.distributed.ranks import RankGrid
 from engine.layers import sharded_storage
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
-from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, Trained, assemble
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import CLIP, LEVELS, Layout, Run, Trained, assemble
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 

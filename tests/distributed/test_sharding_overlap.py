@@ -10,7 +10,8 @@ from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.communication_log import PRODUCTS, Communication, communication_log
-from tests.distributed.sharded_runs import SMALL, Layout, Run
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import Layout, Run
 from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed

@@ -28,7 +28,8 @@ from engine.optim.backends import APEX, NATIVE, TORCH
 from engine.optim.flat_layout import ALIGNMENT, same_rate
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error, whole_parameters
-from tests.distributed.sharded_runs import CASES, CLIP, LEVELS, SMALL, Layout, Run, assemble
+from tests.distributed.run_cases import CASES, SMALL
+from tests.distributed.sharded_runs import CLIP, LEVELS, Layout, Run, assemble
 from tests.support.spawning import spawn
 from tests.unit.apex_stand_in import NVIDIA
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.sharding import NamedShard
 from tests.distributed.cases import relative_error
-from tests.distributed.sharded_runs import TOWERS, Run, Trained, assemble
+from tests.distributed.run_cases import TOWERS
+from tests.distributed.sharded_runs import Run, Trained, assemble
 from tests.distributed.test_vision import LAYOUTS, ONE
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled

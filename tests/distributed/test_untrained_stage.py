@@ -11,7 +11,8 @@ import torch
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
-from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, Trained, assemble
+from tests.distributed.run_cases import SMALL
+from tests.distributed.sharded_runs import LEVELS, Layout, Run, Trained, assemble
 from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,8 @@ from rankfold.evaluating.model import EvaluatedModel
 from rankfold.evaluating.scoring import Continuation, scores
 from rankfold.evaluating.watch import Watch
 from tests.adopted.saved_models import save_small
-from tests.support.family_models import FAMILIES, make_model
+from tests.support.family_models import make_model
+from tests.support.family_table import FAMILIES
 
 ADOPTED = ("gpt_neox", "cohere", "bloom", "mamba")
 QUICK = ("gemma3", "falcon h1", "deepseek v3", "bloom")

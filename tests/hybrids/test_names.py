@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
-from tests.support.family_models import FAMILIES, make_model
+from tests.support.family_models import make_model
+from tests.support.family_table import FAMILIES
 from tests.support.sweeps import sampled
 
 Rename = Callable[[str], str]

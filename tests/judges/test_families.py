@@ -13,7 +13,8 @@ from engine.conversion.import_export import export_hf
 from engine.conversion.live_logits import live_logits
 from engine.errors import UserError
 from engine.judges.model import CLASSES, ENDING, JudgeSource
-from tests.support.family_models import FAMILIES, make_model
+from tests.support.family_models import make_model
+from tests.support.family_table import FAMILIES
 from tests.support.sweeps import sampled
 
 _TEXT = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}

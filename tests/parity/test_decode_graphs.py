@@ -20,7 +20,8 @@ from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
-from tests.support.family_models import FAMILIES, make_model
+from tests.support.family_models import make_model
+from tests.support.family_table import FAMILIES
 from tests.support.generation import STORIES, KeptRecordings, engine_answers, random_prompts, stock_greedy
 from tests.support.graph_stand_in import Again, FunctionCapture
 from tests.support.sweeps import sampled

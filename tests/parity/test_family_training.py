@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from engine.optim.flat_layout import decays
-from tests.support.family_models import FAMILIES, ROUTED, live_name, make_model, stock_losses
+from tests.support.family_models import live_name, make_model, stock_losses
+from tests.support.family_table import FAMILIES, ROUTED
 from tests.support.peft_following import (
     ALONE,
     LR,

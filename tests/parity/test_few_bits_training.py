@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from engine.distributed.sharding import ShardSpec
 from engine.runtime.launch import Launch
 from tests.distributed.cases import cut, relative_error
-from tests.support.family_models import ROUTED, make_model, stock_losses
+from tests.support.family_models import make_model, stock_losses
+from tests.support.family_table import ROUTED
 from tests.support.few_bits import CONFIGS, in_few_bits
 from tests.support.peft_following import ALONE, ROWS, batches, build, peft_on, take_steps, their_losses
 from tests.support.spawning import spawn

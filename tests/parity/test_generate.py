@@ -16,7 +16,8 @@ from engine.conversion.import_export import import_checkpoint
 from engine.conversion.peft_read import AdapterSource
 from engine.inference.options import Limits, Sampling
 from engine.quantization.encoding import encoding
-from tests.support.family_models import FAMILIES, make_model
+from tests.support.family_models import make_model
+from tests.support.family_table import FAMILIES
 from tests.support.generation import STORIES, engine_answers, engine_tokens, random_prompts, stock_greedy
 from tests.support.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tests.parity.test_family_training import differences
-from tests.support.family_models import ROUTED, make_model, stock_losses
+from tests.support.family_models import make_model, stock_losses
+from tests.support.family_table import ROUTED
 from tests.support.peft_following import DECAY, LR, batches, our_losses, peft_start, their_losses
 from tests.support.sweeps import sampled
 

@@ -18,13 +18,8 @@ from engine.data.collate import build_batch
 from engine.data.dataset import dataset_of
 from engine.data.prefixes import with_shared_prefixes
 from tests.distributed.cases import relative_error
-from tests.support.family_models import (
-    FAMILIES,
-    engine_model,
-    losses_and_gradients,
-    make_model,
-    stock_gradient,
-)
+from tests.support.family_models import engine_model, losses_and_gradients, make_model, stock_gradient
+from tests.support.family_table import FAMILIES
 from tests.support.sweeps import sampled
 
 _ROW, _VOCABULARY = 96, 67

@@ -21,7 +21,8 @@ from engine.telemetry.log import Log
 from engine.tenants import joined_batch, joint_pass, tenants
 from engine.tenants.tenants import Tenants
 from rankfold.benchmarking.small_run import write_small_run
-from tests.support.family_models import ROUTED, make_model
+from tests.support.family_models import make_model
+from tests.support.family_table import ROUTED
 from tests.support.small_training import packed_batch
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled

@@ -11,7 +11,7 @@ from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.expert_ranks import check_expert_ranks
 from tests.distributed.cases import small_config
-from tests.distributed.sharded_runs import ROUTED
+from tests.distributed.run_cases import ROUTED
 
 
 def _check(parallel: ParallelOptions, decoder: DecoderConfig) -> None:

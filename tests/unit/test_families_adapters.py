@@ -24,7 +24,8 @@ from engine.conversion.peft_write import export_peft
 from engine.conversion.proof import prove_model
 from engine.errors import UserError
 from tests.distributed.cases import RANK, SCALE, Built, relative_error, uncut
-from tests.support.family_models import FAMILIES, ROUTED, batch_of, engine_model, make_model, stock_losses
+from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
+from tests.support.family_table import FAMILIES, ROUTED
 from tests.support.sweeps import portion
 from tests.unit.test_checkpoint_peft import trained_run
 

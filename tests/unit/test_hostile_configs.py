@@ -19,7 +19,7 @@ from engine.models.describe import parameter_specs
 from engine.models.families import family_of
 from engine.models.families.checking import check_kinds
 from engine.size_limits import check_sizes
-from tests.support import family_models, gemma_images, qwen_vl, stock_vision
+from tests.support import family_models, family_table, gemma_images, qwen_vl, stock_vision
 from tests.support.shared_data import shared
 from tests.support.sweeps import sampled
 from tests.support.vision_data import read_json
@@ -29,7 +29,7 @@ VALUES: tuple[Any, ...] = (10**6, 10**9, 10**18, -1, 0, 1.5, "x", True, [], {}, 
 SECONDS, BYTES = 5, 300 << 20
 FIXTURES = ("minicpm-v-2", "minicpm-v-2_6", "cogvlm2", "cogvlm-v1", "cogagent", "omnilmm")
 STOCK = ("llava", "internvl", "llava_next", "llava_onevision")
-MODELS = (*family_models.FAMILIES, *STOCK, *qwen_vl.KINDS, "gemma3 with images", *FIXTURES)
+MODELS = (*family_table.FAMILIES, *STOCK, *qwen_vl.KINDS, "gemma3 with images", *FIXTURES)
 QUICK = ("qwen3 moe", "minicpm-v-2_6")
 
 Key = tuple[str | int, ...]

@@ -23,7 +23,7 @@ from engine.models.decoder import Decoder, build_decoder
 from engine.ops.encoded_weight import BaseEncoding
 from tests.distributed.cases import Case, make_batch, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.distributed.sharded_runs import BLOCKS, EXPERTS_AND_ROUTER, FUSED_EXPERTS, ROUTED_BLOCKS
+from tests.distributed.run_cases import BLOCKS, EXPERTS_AND_ROUTER, FUSED_EXPERTS, ROUTED_BLOCKS
 from tests.support.format_parts import same_parts
 from tests.support.sweeps import sampled
 

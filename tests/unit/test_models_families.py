@@ -24,7 +24,6 @@ from engine.models.describe import num_parameters, parameter_specs
 from engine.models.families import family_of
 from engine.models.names import CORRECTION, nest
 from tests.support.family_models import (
-    FAMILIES,
     batch_of,
     engine_model,
     gradient_errors,
@@ -33,6 +32,7 @@ from tests.support.family_models import (
     stock_gradient,
     stock_losses,
 )
+from tests.support.family_table import FAMILIES
 from tests.support.shared_data import DATA
 from tests.support.sweeps import portion
 

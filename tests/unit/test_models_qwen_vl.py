@@ -30,7 +30,7 @@ from engine.vision.layers.fronts import ImageTower
 from engine.vision.towers.qwen import segments_of
 from engine.vision.towers.qwen2_5_vl import windows
 from tests.distributed.cases import small_config
-from tests.distributed.sharded_runs import QWEN2_5_VL, QWEN3_VL
+from tests.distributed.run_cases import QWEN2_5_VL, QWEN3_VL
 from tests.support.commands import options
 from tests.support.minicpm_v4_6 import KINDS as MINICPM
 from tests.support.qwen_vl import KINDS, make_model

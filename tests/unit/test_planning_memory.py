@@ -30,7 +30,7 @@ from engine.planning.rank_layout import Routing
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import build, draw_batches, measure
-from tests.support import family_models
+from tests.support import family_models, family_table
 from tests.support.fake_world import fake_world
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
@@ -399,10 +399,10 @@ EXPERTS_OF_GPUS = {"intermediate_size": 56, "moe_intermediate_size": 24}
 """Widths of experts whose products a GPU takes; families name them by either."""
 
 
-@pytest.mark.parametrize("family", sampled(family_models.FAMILIES, ["minicpm", "phi3", "gemma3"]))
+@pytest.mark.parametrize("family", sampled(family_table.FAMILIES, ["minicpm", "phi3", "gemma3"]))
 def test_every_family_is_traced(family: str, tmp_path: Path) -> None:
     """With dropout, and DoRA where a family has it; in bfloat16 with Triton's kernels too, which cannot run here."""
-    routed = family in family_models.ROUTED
+    routed = family in family_table.ROUTED
     family_models.make_model(family, tmp_path, **(EXPERTS_OF_GPUS if routed else {}))
     config = from_yaml(
         f"model: {{path: '{tmp_path}', dtype: float32, init: random, kernels: reference}}\n"

@@ -17,7 +17,7 @@ from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels
 from tests.distributed.cases import Case, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.distributed.sharded_runs import ROUTED
+from tests.distributed.run_cases import ROUTED
 from tests.support.memory_models import build_with, packed_batches, same_bits, two_alive
 
 PLAIN = small_config()

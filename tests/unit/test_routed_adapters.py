@@ -34,7 +34,8 @@ from engine.experts.ops.routing import RoutingRule
 from engine.models.names import own_names
 from tests.distributed.cases import RANK, SCALE, small_config, uncut
 from tests.parity.test_routed_training import stock_places
-from tests.support.family_models import ROUTED, engine_model, make_model
+from tests.support.family_models import engine_model, make_model
+from tests.support.family_table import ROUTED
 from tests.support.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 from tests.unit.test_families_adapters import _logits, _stock_logits

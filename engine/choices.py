@@ -27,6 +27,7 @@ MULTIPLIED_AS_CODES: tuple[Encoded, ...] = ("fp8", "fp8_row")
 """Those whose products read codes, and round inputs too; linears in the others are decoded first."""
 
 BaseProducts = Literal["decoded", "codes"]
+BASE_PRODUCTS: tuple[BaseProducts, ...] = get_args(BaseProducts)
 """Whether products with a base in few bits are of numbers, or of codes with rounded inputs."""
 SCALED_DTYPES = ("stored", "nvfp4", "mxfp8", "fp8_block")
 """Those in which weights may have products of codes."""

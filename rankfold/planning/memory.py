@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from engine.choices import BASE_DTYPES, RECOMPUTE_LEVELS, STORED
+from engine.choices import BASE_DTYPES, BASE_PRODUCTS, RECOMPUTE_LEVELS, STORED
 from engine.config.hub_flag import add_download
 from engine.config.memory import CudaGraph
 from engine.config.model import DTYPES
@@ -24,10 +24,10 @@ from engine.errors import UserError
 
 STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
-    "model.kernels": "--kernels", "data.seq_length": "--seq-length", "train.micro_batch_size": "--micro-batch",
-    "train.global_batch_size": "--global-batch", "lora.rank": "--rank", "lora.dropout": "--dropout",
-    "lora.targets": "--targets", "lora.merge_aware": "--merge-aware", "trainable": "--trainable",
-    "objective.name": "--objective",
+    "model.base_products": "--base-products", "model.kernels": "--kernels", "data.seq_length": "--seq-length",
+    "train.micro_batch_size": "--micro-batch", "train.global_batch_size": "--global-batch", "lora.rank": "--rank",
+    "lora.dropout": "--dropout", "lora.targets": "--targets", "lora.merge_aware": "--merge-aware",
+    "trainable": "--trainable", "objective.name": "--objective",
     "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
     "memory.cuda_graph": "--cuda-graph", "rollout.slots": "--slots", "rollout.num_generations": "--num-generations",
 }  # fmt: skip
@@ -144,6 +144,12 @@ def _add_weights(work: argparse._ArgumentGroup) -> None:
         "--merge-aware",
         action="store_true",
         help="merge adapters before each product and round as the base's format does, as lora.merge_aware",
+    )
+    work.add_argument(
+        "--base-products",
+        default="decoded",
+        choices=BASE_PRODUCTS,
+        help="products with such a base, of decoded numbers or of codes, as model.base_products (default decoded)",
     )
     work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
     work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")

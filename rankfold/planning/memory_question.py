@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.model_folder import open_model
-from engine.choices import MERGED_DTYPES, RECOMPUTE_LEVELS
+from engine.choices import MERGED_DTYPES, RECOMPUTE_LEVELS, SCALED_DTYPES
 from engine.config.data import DataOptions
 from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
@@ -110,6 +110,11 @@ def ask(arguments: argparse.Namespace) -> Answer:
         raise UserError(
             f"--merge-aware is given and --base-dtype is {arguments.base_dtype or 'not'}, but only weights in few bits "
             f"are merged while they train: give --base-dtype as one of {listed(MERGED_DTYPES)}."
+        )
+    if arguments.base_products == "codes" and (arguments.base_dtype not in SCALED_DTYPES or arguments.merge_aware):
+        raise UserError(
+            f"--base-products is codes, which needs --base-dtype as one of {listed(SCALED_DTYPES)}, without "
+            "--merge-aware: give such a base, or leave --base-products out."
         )
     document, row = arguments.document_length, arguments.seq_length
     if document is not None and not 1 <= document <= row:
@@ -330,7 +335,11 @@ def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...]
         rank = 0 if "*" in trainable else 16  # where everything trains, nothing is left for adapters
     return RunConfig(
         model=ModelOptions(
-            path=path, dtype=arguments.dtype, base_dtype=arguments.base_dtype, kernels=arguments.kernels
+            path=path,
+            dtype=arguments.dtype,
+            base_dtype=arguments.base_dtype,
+            base_products=arguments.base_products,
+            kernels=arguments.kernels,
         ),
         objective=objective,
         rollout=rollout,

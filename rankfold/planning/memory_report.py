@@ -66,7 +66,8 @@ def _question(answer: Answer) -> str:
     return (
         f"{shown(config.model.path)}: {format_parameters(num_parameters(decoder))} parameters{_active(decoder)}, "
         f"{trained}, {config.model.dtype}"
-        f"{f', base {base_words(answer.workload)}' if config.model.base_dtype else ''}{_beside(answer)}\n"
+        f"{f', base {base_words(answer.workload)}' if config.model.base_dtype else ''}"
+        f"{', products of codes' if config.model.base_products == 'codes' else ''}{_beside(answer)}\n"
         f"{counted(config.train.global_batch_size, 'row')} of {counted(config.row_length, 'token')} per step, "
         f"{config.train.micro_batch_size} per micro-batch; kernels {answer.workload.kernels}\n"
         f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "
@@ -288,7 +289,12 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
     config, folder = answer.config, answer.folder
     path = None if folder is None else recorded(folder)
     sections: dict[str, Any] = {
-        "model": {"path": path, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
+        "model": {
+            "path": path,
+            "dtype": config.model.dtype,
+            "base_dtype": config.model.base_dtype,
+            **({"base_products": "codes"} if config.model.base_products == "codes" else {}),
+        },
         "parallel": _changed(best.layout.parallel, ParallelOptions(), ("tensor", "pipeline", "context")),
         "memory": _changed(memory_options(best), MemoryOptions(), ("recompute",)),
         "lora": {

@@ -248,3 +248,35 @@ def test_an_answer_names_the_formats_and_merging(tmp_path: Path) -> None:
 def test_merging_needs_a_format(base: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="only weights in few bits are merged while they train: give --base-dtype as"):
         ask(_asked(tmp_path, "--merge-aware", *base))
+
+
+@pytest.mark.parametrize("base", [[], ["--base-dtype", "int8"], ["--base-dtype", "nvfp4", "--merge-aware"]])
+def test_products_of_codes_need_a_format(base: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--base-products is codes, which needs --base-dtype as one of stored, nvfp4"):
+        ask(_asked(tmp_path, "--base-products", "codes", *base))
+
+
+def test_an_answer_names_products_of_codes(tmp_path: Path) -> None:
+    """NVFP4's; FP8 blocks of 704 columns no GPU multiplies."""
+    told = report(ask(_asked(tmp_path, "--base-dtype", "nvfp4", "--base-products", "codes")), top=1)
+    assert ", bfloat16, base nvfp4, products of codes\n" in told
+    with pytest.raises(UserError, match="is 256 x 704 in fp8_block on each rank, but its products on a GPU need"):
+        ask(_asked(tmp_path, "--base-dtype", "stored", "--base-products", "codes"))
+    assert "\n  base_products: codes\n" in told
+
+
+def test_products_of_codes_are_counted() -> None:
+    """Of FP8 blocks all products of layers; of NVFP4 forward alone, where the gradient decodes into the scratch."""
+    for base, parts in (("fp8_block", {"forward", "backward"}), ("nvfp4", {"forward"})):
+        workload = replace(_in(base), rounds_inputs=True)
+        found = kernel_times(workload, Layout(), MemoryPlan(), H200)
+        products = [one for one in found if one.launch.name.startswith("scaled_mm_v2")]
+        assert {one.part[1] for one in products} == parts and {one.launch.kind for one in products} == {"fp8 product"}
+        forward = [one for one in products if one.part == ("layers", "forward")]
+        decoded = [one for one in kernel_times(_in(base), Layout(), MemoryPlan(), H200) if one.part == forward[0].part]
+        theirs = sum(one.launch.flops * one.count for one in decoded if one.launch.kind == "product")
+        ours = [one for one in found if one.part == forward[0].part and one.launch.kind.endswith("product")]
+        assert sum(one.launch.flops * one.count for one in ours) == pytest.approx(theirs, rel=0.02)
+        assert any(one.launch.name == "decode" for one in found) == (base == "nvfp4")
+        (estimate,) = predict_static(workload, Layout())
+        assert estimate.static.get(DECODED, 0) == (0 if base == "fp8_block" else 2 * 57_344 * 8192)

@@ -101,6 +101,7 @@ class Case:
     parallel: str = "{}"
     memory: str = "{}"
     base: str = "null"
+    products: str = "decoded"
     merges: str = "false"
     objective: str = "{}"
     balance: float = 0.0
@@ -121,7 +122,7 @@ class Case:
         (folder / "config.json").write_text(json.dumps(sizes))
         return from_yaml(
             f"model: {{path: '{folder}', dtype: {self.dtype}, init: random, kernels: {self.kernels},"
-            f" base_dtype: {self.base}}}\n"
+            f" base_dtype: {self.base}, base_products: {self.products}}}\n"
             f"lora: {{rank: {self.rank}, dropout: {self.dropout}, targets: {self.targets},"
             f" fused: {self.fused}, experts: {self.experts}, merge_aware: {self.merges}}}\n"
             f"trainable: {self.trainable}\n"
@@ -205,6 +206,9 @@ CASES = {
     "int4, bf16": Case(base="int4", dtype="bfloat16", intermediate=384),
     "fp8_block": Case(base="fp8_block"),
     "mxfp8": Case(base="mxfp8"),
+    "mxfp8 by codes": Case(base="mxfp8", products="codes", dtype="bfloat16"),
+    "fp8_block by codes": Case(base="fp8_block", products="codes", hidden=256, intermediate=640, kv_heads=8),
+    "nvfp4 by codes": Case(base="nvfp4", products="codes", dtype="bfloat16"),
     "nvfp4, merged, bf16": Case(base="nvfp4", dtype="bfloat16", merges="true"),
     "int4, merged, tensor 2": Case(
         world=2, base="int4", merges="true", parallel="{tensor: 2}", hidden=256, intermediate=512

@@ -81,15 +81,9 @@ def export_peft(
             does not start from zeros is all zero.
     """
     described, model = model, replace(model, names=model.names.live)
-    names = trained.tensor_names()
-    modules = adapted_modules(names)
-    if not modules:
-        raise UserError(
-            f"{trained.label} has no adapters, only fully trained parameters, which a PEFT folder cannot hold: "
-            "export with --format hf --merge."
-        )
+    modules = _modules_with_adapters(trained)
     parts = [part for module in modules for part in fused_parts(module)]
-    saved = _modules_to_save(fully_trained(names), parts, model)
+    saved = _modules_to_save(fully_trained(trained.tensor_names()), parts, model)
     adapters = _trained_adapters(trained, described, lora)
     if (reason := obstacle(adapters, model.decoder, form, reader)) is not None:
         raise UserError(f"{reason}: {advice(adapters, model.decoder, reader)}.")
@@ -122,6 +116,16 @@ def export_peft(
     return ConversionReport(
         out=out, files=files, num_tensors=count, num_bytes=num_bytes, verified=True, notes=tuple(notes)
     )
+
+
+def _modules_with_adapters(trained: TensorReader) -> list[str]:
+    modules = adapted_modules(trained.tensor_names())
+    if not modules:
+        raise UserError(
+            f"{trained.label} has no adapters, only fully trained parameters, which a PEFT folder cannot hold: "
+            "export with --format hf --merge."
+        )
+    return modules
 
 
 def form_for(

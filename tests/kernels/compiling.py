@@ -38,8 +38,9 @@ from tests.kernels.kernel_resources import (
     registers_and_stack,
     resident_blocks,
 )
+from tests.kernels.launch_sizes import Case
 from tests.kernels.launches import refuse_none_in_tuples
-from tests.kernels.training_launches import Case, other_cases, quick_cases, sample_cases, tall_cases, training_cases
+from tests.kernels.training_launches import other_cases, quick_cases, sample_cases, tall_cases, training_cases
 
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 and an H200: the sizes of blocks and ranges follow from it."""

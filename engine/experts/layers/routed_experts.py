@@ -159,6 +159,19 @@ class _TokenWeight(ShardedModule):
         return sink_linear(x_TH, self.weight.parameter, self.weight.sink, product=self._product)
 
 
+def _shared_expert(prefix: str, sizes: RoutedSizes, hidden: int, first_site: int, build: LayerContext) -> MLP:
+    """Makes the expert that every token goes through; arguments are those of `RoutedMLP`."""
+    return MLP(
+        f"{prefix}.shared_expert",
+        hidden=hidden,
+        intermediate=sizes.shared,
+        bias=False,
+        first_site=first_site,
+        activation=sizes.activation,
+        build=build,
+    )
+
+
 class RoutedMLP(Branch):
     """The experts that the router chooses for each token and, in some families, one that all tokens share.
 
@@ -232,20 +245,11 @@ class RoutedMLP(Branch):
         self._gated: LinearInput = INPUTS[sizes.activation]
         if sizes.clamp is not None:
             self._gated = ClampedGLUInput(alpha=sizes.clamp[0], limit=sizes.clamp[1])
-        self.shared: MLP | None = None
+        around = build if self.routes_local_tokens else inner
+        self.shared = _shared_expert(prefix, sizes, hidden, shared_site, around) if sizes.shared else None
         self.shared_gate: _TokenWeight | None = None
-        if sizes.shared:
-            self.shared = MLP(
-                f"{prefix}.shared_expert",
-                hidden=hidden,
-                intermediate=sizes.shared,
-                bias=False,
-                first_site=shared_site,
-                activation=sizes.activation,
-                build=build if self.routes_local_tokens else inner,
-            )
-            if sizes.gates_shared:
-                self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
+        if self.shared is not None and sizes.gates_shared:
+            self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
         self.into_latent: ColumnParallelLinear | None = None
         self.out_of_latent: ColumnParallelLinear | None = None
         if sizes.latent:

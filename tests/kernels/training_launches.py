@@ -327,10 +327,11 @@ def few_rows_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterato
         parts, x = _empty_parts(name, experts * rows, columns), torch.empty(16, columns, dtype=dtype)
         coded_rows.expert_rows_product(FORMATS[name], parts, x, ends, index_N=index, factors=(h, b))
 
+    prefix = sizes.name if dtype == torch.bfloat16 else f"{sizes.name} {str(dtype)[6:]}"
     for name in FORMATS:
-        yield Case(f"{sizes.name} few rows {name}", partial(one, name))
+        yield Case(f"{prefix} few rows {name}", partial(one, name))
     for name in ("mxfp4", "fp8_block"):
-        yield Case(f"{sizes.name} few rows of experts {name}", partial(of_experts, name))
+        yield Case(f"{prefix} few rows of experts {name}", partial(of_experts, name))
 
 
 def _empty_parts(name: str, rows: int, columns: int) -> dict[str, Tensor]:

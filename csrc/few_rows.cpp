@@ -62,17 +62,7 @@ void tile(const Operands<T>& o, int64_t row, int64_t column, bool fetch) {
     }
     if (k < o.depth) add_products<ROWS, COLUMNS>(a, o.ld_a, b, o.ld_b, k, o.depth - k, sums);
     alignas(64) float found[(ROWS * COLUMNS + LANES - 1) / LANES * LANES];
-#pragma GCC unroll 8
-    for (int first = 0; first < ROWS * COLUMNS; first += LANES) {
-        Float square[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) square[i] = first + i < ROWS * COLUMNS ? sums[first + i] : Float{};
-        simd::transpose(square);
-        Float sum = square[0];
-#pragma GCC unroll 16
-        for (int i = 1; i < LANES; ++i) sum += square[i];
-        simd::store(found + first, sum);
-    }
+    simd::lane_sums(sums, found);
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < COLUMNS; ++j)
             simd::store_one(o.c + (row + i) * o.ld_c + column + j, found[i * COLUMNS + j]);

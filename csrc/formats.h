@@ -14,13 +14,13 @@ using simd::Float;
 using simd::HalfWord;
 using simd::Int;
 using simd::LANES;
+using simd::Word;
 
 typedef uint8_t Byte __attribute__((vector_size(LANES)));
-typedef uint64_t Long __attribute__((vector_size(LANES * 4)));
 
 // As engine/kernels/native/formats.py numbers them.
 enum Codes { E2M1, INT4, E4M3, INT8 };
-// fp32, or bf16 and fp16 that come here as fp32; e4m3 that the tensor's scale multiplies or divides; exponents of 2, of
+// fp32, bf16 or fp16; e4m3 that the tensor's scale multiplies or divides; exponents of 2, of
 // which a block gets the largest with which its numbers reach the upper codes, or the smallest with which all have one.
 enum Scales { SINGLE, BRAIN, HALF, TIMES_TENSOR, OVER_TENSOR, EXPONENT, EXPONENT_ABOVE };
 
@@ -87,11 +87,25 @@ SIMD_INLINE float exponent_value(uint8_t code) {
     return value;
 }
 
+SIMD_INLINE float half_value(uint16_t code) {
+    const bool infinite = (code & 0x7C00) == 0x7C00;  // or NaN; exponents are 112 less than those of fp32
+    const uint32_t bits = infinite ? 0x7F800000u | (uint32_t)(code & 0x3FF) << 13 : (uint32_t)(code & 0x7FFF) << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= infinite ? 1.0f : 0x1p112f;
+    return code & 0x8000 ? -value : value;
+}
+
 // The scales of a row in fp32: [groups].
 inline void row_scales(const Matrix& of, int64_t row, float* to) {
     const int64_t groups = of.groups(), first = row / of.granule * of.ld_scales;
-    if (of.scale_type <= HALF) {
+    if (of.scale_type == SINGLE) {
         memcpy(to, (const float*)of.scales + first, groups * sizeof *to);
+    } else if (of.scale_type == BRAIN) {
+        simd::widen_rows((const Bf16*)of.scales + first, 0, 1, groups, to, 0);
+    } else if (of.scale_type == HALF) {
+        const auto* from = (const uint16_t*)of.scales + first;
+        for (int64_t i = 0; i < groups; ++i) to[i] = half_value(from[i]);
     } else if (of.scale_type >= EXPONENT) {
         const auto* from = (const uint8_t*)of.scales + first;
         for (int64_t i = 0; i < groups; ++i) to[i] = exponent_value(from[i]);
@@ -127,16 +141,21 @@ struct Table {
     // LANES numbers: the codes of LANES / 2 bytes, the lower half of a byte first.
     SIMD_INLINE Float at(const uint8_t* codes) const {
 #if SIMD_AVX512
+        int64_t eight;
+        memcpy(&eight, codes, sizeof eight);
+        constexpr Int PLACES = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+        constexpr Word HALVES = {0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4};
+        const __m512i bytes = _mm512_shuffle_epi8(_mm512_set1_epi64(eight), (__m512i)PLACES);
         const __mmask16 all = 0xFFFF;  // with a mask, GCC 12 does not take its own header for a read of nothing
-        const __m512i bytes = _mm512_maskz_cvtepu8_epi64(0xFF, _mm_loadl_epi64((const __m128i*)codes));
-        // the upper half of a byte moves to the upper half of a pair; a permutation reads four bits
-        const __m512i index = (__m512i)((Long)bytes | (Long)bytes << 28);
-        return (Float)_mm512_maskz_permutexvar_ps(all, index, (__m512)part[0]);
+        // a permutation reads four bits
+        return (Float)_mm512_maskz_permutexvar_ps(all, (__m512i)((Word)bytes >> HALVES), (__m512)part[0]);
 #elif SIMD_AVX2
         int32_t four;
         memcpy(&four, codes, sizeof four);
-        const __m128i bytes = _mm_cvtsi32_si128(four);
-        const __m256i index = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4)));
+        constexpr Int PLACES = {0, 0, 1, 1, 2, 2, 3, 3};
+        constexpr Word HALVES = {0, 4, 0, 4, 0, 4, 0, 4};
+        const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(four), (__m256i)PLACES);
+        const __m256i index = (__m256i)((Word)bytes >> HALVES);
         const __m256 lower = _mm256_permutevar8x32_ps((__m256)part[0], index);
         const __m256 upper = _mm256_permutevar8x32_ps((__m256)part[1], index);
         return (Float)_mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
@@ -175,7 +194,7 @@ SIMD_INLINE Float from_byte(Byte bytes) {
 // As many numbers as have whole vectors, found in a table that is rounded before; returns their number.
 SIMD_INLINE int64_t store_bf16(const Table& table, const uint8_t* codes, int64_t size, Bf16* to) {
     const __m256i half = (__m256i)simd::narrow(table.part[0]);
-    const __m512i twice = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);  // so that five bits will do
+    const __m512i twice = _mm512_maskz_broadcast_i64x4(0xFF, half);  // so that five bits will do
     int64_t i = 0;
     for (; i + 32 <= size; i += 32) {
         const __m512i bytes = _mm512_maskz_cvtepu8_epi32(0xFFFF, _mm_loadu_si128((const __m128i*)(codes + i / 2)));

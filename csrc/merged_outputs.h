@@ -65,6 +65,7 @@ struct CodeRows {
 
     static constexpr bool PACKED = CODES == E2M1 || CODES == INT4;
     typedef uint8_t HalfBytes __attribute__((vector_size(LANES / 2)));
+    typedef uint64_t Long __attribute__((vector_size(LANES * 4)));
 
     SIMD_INLINE void put(int64_t row, int64_t column, int64_t count, Float value, float, int zero) const {
         store(at(row, column), count, code_of<CODES>(value, zero));
@@ -80,7 +81,9 @@ struct CodeRows {
     void rescale(const Matrix& of, int64_t row, int64_t rows, int64_t group, const Choice& choice) const {
         for (int64_t i = row / of.granule; i < common::ceil_div(row + rows, of.granule); ++i) {
             const int64_t place = i * ld_scales + group;
-            if (of.scale_type <= HALF) ((float*)scales)[place] = choice.stored;
+            if (of.scale_type == SINGLE) ((float*)scales)[place] = choice.stored;
+            else if (of.scale_type == BRAIN) simd::store_one((Bf16*)scales + place, choice.stored);
+            else if (of.scale_type == HALF) ((uint16_t*)scales)[place] = stored_half(choice.stored);
             else ((uint8_t*)scales)[place] = stored_byte(of.scale_type, choice.stored);
         }
         if (CODES == INT4 && zeros) zeros[row * ld_zeros + group] = (uint8_t)choice.zero;
@@ -88,6 +91,17 @@ struct CodeRows {
 
 private:
     uint8_t* at(int64_t row, int64_t column) const { return codes + row * ld + (PACKED ? column / 2 : column); }
+
+    // A number that fp16 has, infinity or NaN.
+    static uint16_t stored_half(float stored) {
+        const float size = std::fabs(stored);
+        uint32_t bits;
+        memcpy(&bits, &size, sizeof bits);
+        if (!(size <= 65504.0f)) bits = size == size ? 0x7C00 : 0x7E00;
+        else if (size < 0x1p-14f) bits = (uint32_t)(size * 0x1p24f);
+        else bits = (bits >> 13) - (112 << 10);
+        return (uint16_t)(bits | (std::signbit(stored) ? 0x8000 : 0));
+    }
 
     // An exponent, or e4m3.
     static uint8_t stored_byte(int scale_type, float stored) {

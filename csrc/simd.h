@@ -245,6 +245,22 @@ SIMD_INLINE float sum(Float value) {
     return lanes[0];
 }
 
+// The sum of the lanes of each of N vectors, first lane first. to: [N], with room up to a multiple of LANES.
+template <int N>
+SIMD_INLINE void lane_sums(const Float (&sums)[N], float* to) {
+#pragma GCC unroll 8
+    for (int first = 0; first < N; first += LANES) {
+        Float square[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) square[i] = first + i < N ? sums[first + i] : Float{};
+        transpose(square);
+        Float sum = square[0];
+#pragma GCC unroll 16
+        for (int i = 1; i < LANES; ++i) sum += square[i];
+        store(to + first, sum);
+    }
+}
+
 SIMD_INLINE Float sqrt(Float value) {
 #if SIMD_AVX512
     return (Float)_mm512_sqrt_ps((__m512)value);

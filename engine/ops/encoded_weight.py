@@ -88,7 +88,7 @@ class BaseEncoding:
 
     def row_invariant(self) -> BaseEncoding:
         """Returns the same with products in which no row's bits depend on the number of rows."""
-        return replace(self, arithmetic=replace(self.arithmetic, few_rows_product=None, most_few_rows=0))
+        return replace(self, arithmetic=replace(self.arithmetic, few_rows_product=None, expert_rows_product=None))
 
     def common(self, weight_names: Sequence[str]) -> Encoding | None:
         """Returns the encoding of weights that one product reads; None where it is not the same for all of them."""

@@ -2,8 +2,8 @@
 
 Where the host knows the experts' rows, each expert that has any is decoded before its own product, into the one matrix
 of memory that all linears of a device share (see `engine.ops.encoded_weight`). Where one launch serves all experts,
-those of a layer are decoded together, because no one but the device knows which have rows; few rows, as a pass of
-sampling has them, are multiplied from the codes of those that do (`few_rows_product`). Where W is decoded B is copied
+those of a layer are decoded together, because no one but the device knows which have rows. Few rows, as a pass of
+sampling has them, are multiplied from the codes of those that do, where the backend can. Where W is decoded B is copied
 beside it, whatever the encoding: codes of experts are no operands of FP8 products.
 
 Legend: E experts, O and I features of a linear's output and input, R columns of the adapters' B.
@@ -11,13 +11,14 @@ Legend: E experts, O and I features of a linear's output and input, R columns of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.ops.encoded_weight import Scratch
-from engine.ops.quantized_products import QuantizedWeight
+from engine.ops.quantized_products import QuantizedWeight, product_of_few_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,14 +57,25 @@ class EncodedExperts:
         """Returns the experts without their adapters."""
         return self
 
+    def product(self, expert: int, x_NK: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Returns x [W | B]^T or x W^T of an expert, [N, O].
+
+        Args:
+            x_NK: rows of the expert, as wide as its factor.
+            multiply: the backend's product, for an expert that is decoded.
+        """
+        features = self.weight.in_features
+        if not self.weight.multiplies_codes(x_NK.shape[0]):
+            return multiply(x_NK, self.one(expert, x_NK.shape[1]).t())
+        y = product_of_few_rows(x_NK[:, :features], self._weight(expert))
+        if x_NK.shape[1] > features and self.b_EOR is not None:
+            y.addmm_(x_NK[:, features:], self.b_EOR[expert].t())
+        return y
+
     def one(self, expert: int, num_columns: int) -> Tensor:
         """Returns [W | B] or W of an expert, [O, num_columns], valid until the next call."""
         out = self._take(self._rows, num_columns)
-        parts = {}
-        for name, part in self.weight.parts.items():  # of each expert as many rows, whatever these are
-            count = part.shape[0] // self.num_experts
-            parts[name] = part[expert * count : (expert + 1) * count]
-        self.weight.encoding.decode(parts, out[:, : self.weight.in_features])
+        self._weight(expert).decode(out[:, : self.weight.in_features])
         if num_columns > self.weight.in_features and self.b_EOR is not None:
             out[:, self.weight.in_features :] = self.b_EOR[expert]
         return out
@@ -98,6 +110,14 @@ class EncodedExperts:
         if num_rows > encoding.arithmetic.most_few_rows * self.num_experts:
             return None
         return multiply(encoding.format, self.weight.parts, x_NI, ends_E, index_N, factors)
+
+    def _weight(self, expert: int) -> QuantizedWeight:
+        """Returns one expert's matrix."""
+        parts = {}
+        for name, part in self.weight.parts.items():  # of each expert as many rows, whatever these are
+            count = part.shape[0] // self.num_experts
+            parts[name] = part[expert * count : (expert + 1) * count]
+        return replace(self.weight, parts=parts, sections=(self._rows,))
 
     def _take(self, rows: int, num_columns: int) -> Tensor:
         device = next(iter(self.weight.parts.values())).device

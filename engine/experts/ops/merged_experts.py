@@ -5,7 +5,7 @@ See `engine.ops.merged_weight`. Each expert has a weight of its own also where e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -106,6 +106,9 @@ class MergedExperts(EncodedExperts):
         return EncodedExperts(
             weight=self.weight, num_experts=self.num_experts, b_EOR=None, dtype=self.dtype, scratch=self.scratch
         )
+
+    def product(self, expert: int, x_NK: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return multiply(x_NK, self.one(expert, x_NK.shape[1]).t())
 
     def one(self, expert: int, num_columns: int) -> Tensor:
         """Returns Q(W + s B A) of an expert, [O, I], valid until the next call."""

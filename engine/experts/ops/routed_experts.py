@@ -287,8 +287,10 @@ class GroupedOperands:
         if encoded is not None and groups.on_host is not None:
             y = x_NK.new_empty(x_NK.shape[0], weights_EOI.shape[1] if transposed else width)
             for expert, rows in groups.slices():
-                weight_OI = encoded.one(expert, width)
-                y[rows] = self.kernels.product(x_NK[rows], weight_OI.t() if transposed else weight_OI)
+                if transposed:
+                    y[rows] = encoded.product(expert, x_NK[rows], self.kernels.product)
+                else:
+                    y[rows] = self.kernels.product(x_NK[rows], encoded.one(expert, width))
             return y
         if encoded is not None:
             weights_EOI = encoded.every(width)

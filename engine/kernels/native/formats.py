@@ -1,4 +1,5 @@
-"""Weights in vendors' formats, decoded by the compiled kernels; the spec is engine.kernels.reference_formats.
+"""Weights in vendors' formats, decoded and multiplied by the compiled kernels; the spec is
+engine.kernels.reference_formats.
 
 For fp32 and bf16, the dtypes of weights on the CPU; other dtypes, and groups whose codes begin inside a byte, are left
 to the specification.
@@ -30,12 +31,12 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def _scales(of: Format, scales: Tensor) -> tuple[int, Tensor]:
-    """Returns the launchers' number of the scales, and the scales in a dtype that they read."""
+    """Returns the launchers' number of the scales, and the scales as these read them."""
     if of.name == "nvfp4":
         return _OVER_TENSOR if of.divides else _TIMES_TENSOR, scales.view(torch.uint8)
     if scales.dtype is torch.uint8:
         return _EXPONENT_ABOVE if of.name == "fp8_block" else _EXPONENT, scales
-    return {torch.float32: _SINGLE, torch.bfloat16: _BRAIN, torch.float16: _HALF}[scales.dtype], scales.float()
+    return {torch.float32: _SINGLE, torch.bfloat16: _BRAIN, torch.float16: _HALF}[scales.dtype], scales
 
 
 def _compiled(of: Format, *tensors: Tensor) -> bool:
@@ -47,8 +48,7 @@ def _compiled(of: Format, *tensors: Tensor) -> bool:
 def _arguments(
     of: Format, parts: Mapping[str, Tensor], rows: int, columns: int
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Returns the arguments that say where a matrix [rows, columns] lies, and tensors to keep until the call: first the
-    scales, as the launchers read them."""
+    """Returns the arguments that say where a matrix [rows, columns] lies, and tensors to keep until the call."""
     for name, (shape, _) in part_shapes(of, rows, columns).items():
         assert parts[name].shape == shape, (of.name, name, parts[name].shape, shape)
     kind, scales = _scales(of, parts["scales"])
@@ -78,6 +78,32 @@ def block_decode(of: Format, parts: Mapping[str, Tensor], out_OI: Tensor) -> Non
     arguments, _kept = _arguments(of, parts, *out_OI.shape)
     library().engine_block_decode(
         threads(), type_number(out_OI), *out_OI.shape, *arguments, *matrix(out_OI, dtype=out_OI.dtype)
+    )
+
+
+def few_rows_product(of: Format, parts: Mapping[str, Tensor], x_TI: Tensor, out_TO: Tensor) -> None:
+    """Computes out = x W^T from the codes of W, which is decoded only where there is no compiled code for it.
+
+    Args:
+        of, parts: of W [O, I].
+        x_TI, out_TO: of one dtype, rows any distance apart.
+    """
+    (rows, columns), outputs = x_TI.shape, out_TO.shape[1]
+    if not _compiled(of, x_TI):
+        w_OI = x_TI.new_empty(outputs, columns)
+        reference_formats.block_decode(of, parts, w_OI)
+        out_TO.copy_(x_TI @ w_OI.t())
+        return
+    arguments, _kept = _arguments(of, parts, outputs, columns)
+    library().engine_coded_product(
+        threads(),
+        type_number(x_TI),
+        outputs,
+        columns,
+        *arguments,
+        rows,
+        *matrix(x_TI, dtype=x_TI.dtype),
+        *matrix(out_TO, outputs, rows, dtype=x_TI.dtype),
     )
 
 
@@ -116,11 +142,8 @@ def merge_in_place(of: Format, parts: Mapping[str, Tensor], b_OR: Tensor, a_RI: 
         reference_formats.merge_in_place(of, parts, b_OR, a_RI, scale)
         return
     shape = b_OR.shape[0], a_RI.shape[1]
-    arguments, (scales, *_) = _arguments(of, parts, *shape)
+    arguments, _kept = _arguments(of, parts, *shape)
     library().engine_merge_in_place(threads(), *shape, *arguments, *_factors(b_OR, a_RI, scale, *shape))
-    stored = parts["scales"]
-    if stored.dtype in (torch.bfloat16, torch.float16):  # scales are rounded to it, so that nothing is rounded here
-        stored.copy_(scales.view(stored.shape))
 
 
 def _factors(b_OR: Tensor, a_RI: Tensor, scale: float, rows: int, columns: int) -> tuple[Any, ...]:

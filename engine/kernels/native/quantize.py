@@ -12,11 +12,15 @@ from torch import Tensor
 from engine.kernels import reference_quantize
 from engine.kernels.codec import Arithmetic
 from engine.kernels.native.arguments import pointer, threads, vector
-from engine.kernels.native.formats import block_decode, merge_in_place, merged_decode
+from engine.kernels.native.formats import block_decode, few_rows_product, merge_in_place, merged_decode
 from engine.kernels.native.loader import library
 from engine.kernels.reference_quantize import NF4_BLOCK, dynamic_map
 
 _COMPILED = (torch.float32, torch.bfloat16)
+MOST_FEW_ROWS = 16
+"""Rows up to which products from codes pay (measured on an AMD EPYC with AVX512 at 1 to 24 rows, over decoding and
+torch's product: 2.1 to 4.7 times as fast at 1 row in bfloat16, 0.94 in FP8 to 1.27 in INT4 at 16, 0.7 at 24; in fp32
+2.4 to 2.8 at 16)."""
 
 
 def _rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
@@ -135,6 +139,8 @@ NATIVE_ARITHMETIC = Arithmetic(
     block_decode=block_decode,
     merged_decode=merged_decode,
     merge_in_place=merge_in_place,
+    few_rows_product=few_rows_product,
+    most_few_rows=MOST_FEW_ROWS,
 )
 """The loops of the encodings in C++. `native_status()` says whether they can run; a call where they cannot
 raises. Results do not depend on the number of threads."""

@@ -110,6 +110,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_merge_in_place": [
         *_THREADS, *_SIZE * 2, *_ENCODED, c_int, *_SIZE, *_MATRIX * 2, c_float,
     ],
+    "engine_coded_product": [*_TYPED, *_SIZE * 2, *_ENCODED, *_SIZE, *_MATRIX * 2],
     "engine_crc32c": [*_SIZE, *_POINTER * 2],
     "engine_crc32c_by_tables": [*_SIZE, *_POINTER * 2],
 }  # fmt: skip

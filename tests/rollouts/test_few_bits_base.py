@@ -41,6 +41,29 @@ def test_samples_and_losses_are_those_on_the_decoded_base(layout: str, tmp_path:
     assert len({step["loss"] for step in outcomes[0][0]}) == 2
 
 
+MERGED: dict[str, dict[str, object]] = {
+    "host memory": {"memory.offload_weights": "true"},
+    "pp2": {"parallel.pipeline": 2},
+    "dp2, parameters": {"parallel.shard": "parameters"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", list(MERGED))
+def test_codes_that_are_merged_once_change_no_layouts_samples(layout: str, tmp_path: Path) -> None:
+    """Against merges in each pass, before and after an update."""
+    given = rollout_settings(tmp_path, model__init="checkpoint", lora__merge_aware="true", model__base_dtype="stored")
+    draw_in_few_bits(tmp_path / "model", "nvfp4")
+    outcomes = []
+    for once in ("true", "false"):
+        settings = {**given, **MERGED[layout], "rollout.merge_once": once}
+        one = layout == "host memory"
+        outcomes.append([stepped(settings, 2)] if one else spawn(stepped, world=2, args=(settings, 2), timeout=200))
+    assert outcomes[0] == outcomes[1]
+    assert len({step["loss"] for step in outcomes[0][0]}) == 2
+
+
 def test_teachers_have_the_formats_that_they_are_stored_in(tmp_path: Path) -> None:
     """Beside a model in few bits, one in other few bits teaches as its numbers in a checkpoint in 32 bits do."""
     settings = distilled_settings(tmp_path, ("other",))

@@ -32,7 +32,7 @@ from tests.distributed.sharded_runs import Layout, Run, assemble
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(360)]
 
 NUM_STEPS = 4
 ONE = Layout(case="blocks, adapters", grid=RankGrid(), dropout=0.0, merge_aware=True)

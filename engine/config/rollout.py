@@ -67,8 +67,7 @@ class RolloutOptions:
             wait for the CPU to launch their kernels, and on a CPU as recorded calls, without the Python around them.
             "auto" where the layout and the model allow it (where they do not, the reason is logged), or "none".
         merge_once: Whether the codes of lora.merge_aware are made once for each generation batch, and the base's kept
-            beside them meanwhile, in the memory that they take; false merges each matrix in each pass. It is the same
-            sampling.
+            beside them meanwhile; false merges each matrix in each pass, to the same numbers.
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion gets in full; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave out of a step the prompts all of whose completions have the same reward, as nothing

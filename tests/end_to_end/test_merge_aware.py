@@ -227,12 +227,17 @@ def _counted(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 def test_codes_that_are_merged_once_sample_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps on completions of the weights as they are before each, with the bits of merging in every pass."""
+    """Two steps on completions of the weights as they are before each, as with a merge in every pass. Products
+    of few rows with codes are summed in another order than with decoded numbers."""
     given = rollout_settings(tmp_path, model__init="checkpoint", lora__merge_aware="true", model__base_dtype="stored")
     draw_in_few_bits(tmp_path / "model", "int4")
     found, calls = _counted(given, monkeypatch)
     expected, merges = _counted({**given, "rollout.merge_once": "false"}, monkeypatch)
-    assert found == expected
+    for step, other in zip(found, expected, strict=True):
+        assert step["completions"] == other["completions"]
+        figures = ({name: value for name, value in one.items() if name != "completions"} for one in (step, other))
+        ours, theirs = figures
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     tokens = [step["completions"] for step in found]
     assert tokens[0] != tokens[1]
     assert calls["samples"] == 0 and calls["trains"] > 100 and merges["samples"] > 100

@@ -60,7 +60,10 @@ def test_codes_that_are_merged_once_change_no_layouts_samples(layout: str, tmp_p
         settings = {**given, **MERGED[layout], "rollout.merge_once": once}
         one = layout == "host memory"
         outcomes.append([stepped(settings, 2)] if one else spawn(stepped, world=2, args=(settings, 2), timeout=200))
-    assert outcomes[0] == outcomes[1]
+    for ours, theirs in zip(*outcomes, strict=True):
+        for step, expected in zip(ours, theirs, strict=True):
+            assert step.pop("completions") == expected.pop("completions")
+            assert step == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len({step["loss"] for step in outcomes[0][0]}) == 2
 
 

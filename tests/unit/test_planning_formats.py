@@ -14,6 +14,7 @@ from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
 from engine.kernels.formats import FORMATS, Format
+from engine.kernels.native.loader import native_status
 from engine.layers.recompute import MemoryPlan
 from engine.models.families import family_of
 from engine.models.layer_kinds import layer_kinds
@@ -205,7 +206,9 @@ def test_drawn_weights_are_measured_in_the_formats_of_the_checkpoint(
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if line.startswith(("GiB in a step", "4 "))]
     assert len(rows) == 1, printed
-    assert 0.95 < float(rows[0][6 if option == "--measure" else 5]) < 1.01, printed
+    # plain torch decodes in steps whose results are memory too
+    most = 1.01 if native_status().available else 1.15
+    assert 0.95 < float(rows[0][6 if option == "--measure" else 5]) < most, printed
 
 
 def test_merging_adds_the_adapters_to_what_decoding_reads() -> None:

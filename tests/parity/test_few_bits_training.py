@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,10 @@ from torch import Tensor, nn
 
 from engine.distributed.sharding import ShardSpec
 from engine.runtime.launch import Launch
-from tests.distributed.cases import cut, relative_error
 from tests.support.family_models import make_model, stock_losses
 from tests.support.family_table import ROUTED
 from tests.support.few_bits import CONFIGS, in_few_bits
-from tests.support.peft_following import ALONE, ROWS, batches, build, peft_on, take_steps, their_losses
+from tests.support.peft_following import ALONE, ROWS, batches, build, peft_on, rank_batches, take_steps, their_losses
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
@@ -36,11 +37,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 """Two ranks cut them between blocks of 128."""
+NUM_EXPERTS = 4
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen3": {},
-    "qwen3 moe": {"moe_intermediate_size": 256, "num_experts": 4, "decoder_sparse_step": 1},
-    "gpt oss": {"num_local_experts": 4},
+    "qwen3 moe": {"moe_intermediate_size": 256, "num_experts": NUM_EXPERTS, "decoder_sparse_step": 1},
+    "gpt oss": {"num_local_experts": NUM_EXPERTS},
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FORMATS = [name for name in CONFIGS if name != "gpt oss"]
@@ -53,17 +55,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "offload": {"memory.offload_weights": "true"},
     "tp2": {"parallel.tensor": 2, "parallel.sequence": "false"},
     "tp2, sequence": {"parallel.tensor": 2},
+    "cp2": {"parallel.context": 2},
+    "cp2, parameters": {"parallel.context": 2, "parallel.shard": "parameters"},
     "pp2": {"parallel.pipeline": 2},
+    "dp2": {},
     "dp2, optimizer": {"parallel.shard": "optimizer"},
+    "dp2, gradients": {"parallel.shard": "gradients"},
     "dp2, parameters": {"parallel.shard": "parameters"},
     "ep2": {"parallel.expert": 2},
     "ep2, parameters": {"parallel.expert": 2, "parallel.shard": "parameters"},
     "tp2 x pp2": {"parallel.tensor": 2, "parallel.pipeline": 2},
     "tp2 x dp2, parameters": {"parallel.tensor": 2, "parallel.shard": "parameters"},
     "ep2 x tp2": {"parallel.expert": 2, "parallel.tensor": 2, "parallel.expert_tensor": 2},
+    "ep2 x tp2, parameters": {"parallel.expert": 2, "parallel.tensor": 2, "parallel.shard": "parameters"},
+    "ep2 x pp2": {"parallel.expert": 2, "parallel.pipeline": 2},
 }
 WORLDS = {name: 4 if " x " in name else 1 if name in ("one", "offload") else 2 for name in LAYOUTS}
-WORLDS["ep2 x tp2"] = 4
 
 
 def _stock(folder: Path, model: str) -> nn.Module:
@@ -80,6 +87,25 @@ def _engine_name(peft_name: str) -> str:
     return name.replace("self_attn", "attention")
 
 
+def _of_experts(name: str, stacked: Tensor, interleaved: bool) -> dict[str, Tensor]:
+    """Each expert's part of PEFT's gradient of all experts of a layer: A has their rows one after the other, and of B's
+    columns every NUM_EXPERTS-th is one expert's. PEFT has gate and up as the base layer of the adapter on down.
+
+    Args:
+        interleaved: gpt-oss has the rows of gate and up in turn.
+    """
+    layer, _, end = name.partition(".experts.")
+    leaf = "gate_up_proj" if "base_layer" in end else "down_proj"
+    factor = end.rpartition(".")[2]
+    parts = {}
+    for expert in range(NUM_EXPERTS):
+        part = stacked.chunk(NUM_EXPERTS)[expert] if factor == "lora_A" else stacked[:, expert::NUM_EXPERTS]
+        if interleaved and leaf == "gate_up_proj" and factor == "lora_B":
+            part = torch.cat((part[::2], part[1::2]))
+        parts[f"{layer}.experts.{expert}.{leaf}.{factor}"] = part
+    return parts
+
+
 class _Prepared:
     """A model in few bits, its adapter, and PEFT's losses and first gradients."""
 
@@ -94,7 +120,11 @@ class _Prepared:
         (batch,) = batches(0)
         (stock_losses(peft, batch)[1].sum() / batch.loss_weights_BS.sum()).backward()
         found = {key: value.grad.clone() for key, value in peft.named_parameters() if value.grad is not None}
-        self.gradients = {_engine_name(key): value for key, value in found.items() if "_proj." in key}
+        self.gradients: dict[str, Tensor] = {}
+        for key, value in found.items():
+            name = _engine_name(key)
+            of_experts = ".experts." in name
+            self.gradients |= _of_experts(name, value, model == "gpt oss") if of_experts else {name: value}
         peft.zero_grad()
         self.losses = their_losses(peft, steps=STEPS)
         more = {"lora.targets": json.dumps([*ATTENTION, r".*mlp\.experts\.\d+\.(gate|up|down)_proj"])} if stacks else {}
@@ -109,31 +139,47 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
     return functools.cache(lambda model, name: _Prepared(tmp_path_factory.mktemp("model"), model, name))
 
 
-def _on_rank(folder: Path, given: dict[str, Any], world: int) -> tuple[list[float], list[str], dict[str, Any]]:
+Gradients = list[tuple[str, Tensor, ShardSpec]]
+
+
+def _on_rank(folder: Path, given: dict[str, Any], world: int) -> tuple[list[float], list[str], Gradients]:
     launch = ALONE if world == 1 else Launch(rank=dist.get_rank(), world_size=world, device=torch.device("cpu"))
     training, lines = build(folder, given, launch)
-    gradients = {}
-    if "parallel.shard" not in given and "parallel.pipeline" not in given and training.mesh.dp.size == 1:
-        found = batches(0)
-        training.step.gradients(found, float(sum(one.loss_weights_BS.sum() for one in found)))
-        flat = training.optimizer.flat
-        gradients = {s.entry.name: (s.view(flat.gradient).double().clone(), s.entry.spec) for s in flat.slots}
-        flat.gradient.zero_()
+    training.step.gradients(*rank_batches(training, given, 0))
+    flat = training.optimizer.flat
+    gradients = [(shard.name, shard.tensor.double().clone(), shard.spec) for shard in flat.gradient_shards()]
+    flat.gradient.zero_()
     return take_steps(training, given, STEPS), lines, gradients
 
 
-def _check_gradients(found: dict[str, tuple[Tensor, ShardSpec]], expected: dict[str, Tensor]) -> int:
-    compared = 0
-    for name, (gradient, spec) in found.items():
-        if name in expected:
-            assert relative_error(gradient, cut(expected[name], spec)) < LIMIT, name
-            compared += 1
-    return compared
+def _boxes(whole: Tensor, spec: ShardSpec, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of a tensor that a rank holds, and where they lie in the rank's."""
+    for box in product(*(spec.runs(dim) for dim in range(whole.dim()))):
+        theirs, ours = whole, local
+        for dim, run in enumerate(box):
+            theirs = theirs.narrow(dim, run.global_offset, run.length)
+            ours = ours.narrow(dim, run.local_offset, run.length)
+        yield theirs, ours
+
+
+def _check_gradients(ranks: list[Gradients], expected: dict[str, Tensor]) -> None:
+    """Each rank's gradients are its parts of PEFT's, and together the ranks have all of them."""
+    missing = {name: torch.ones_like(whole, dtype=torch.bool) for name, whole in expected.items()}
+    for rank, found in enumerate(ranks):
+        for name, gradient, spec in found:
+            # a part may be a row that is next to nothing
+            limit = LIMIT * expected[name].norm()
+            for theirs, ours in _boxes(expected[name], spec, gradient):
+                assert (ours - theirs).norm() < limit, f"{name} of rank {rank}"
+            for held, _ in _boxes(missing[name], spec, gradient):
+                held.fill_(False)
+    left = [name for name, elements in missing.items() if elements.any()]
+    assert not left, f"no rank has all of {left}"
 
 
 QUICK = [
-    ("llama", "nvfp4", "one"), ("qwen3", "int4", "one"), ("qwen3 moe", "nvfp4", "ep2, parameters"),
-    ("gpt oss", "gpt oss", "one"),
+    ("llama", "nvfp4", "one"), ("llama", "mxfp4", "tp2 x pp2"), ("qwen3", "int4", "one"),
+    ("qwen3", "int8", "cp2, parameters"), ("qwen3 moe", "nvfp4", "ep2, parameters"), ("gpt oss", "gpt oss", "one"),
 ]  # fmt: skip
 CASES = [
     (model, name, layout) for model, name in MODELS for layout in LAYOUTS if model in ROUTED or "ep2" not in layout
@@ -150,9 +196,9 @@ def test_training_follows_peft_on_the_decoded_model(model: str, name: str, layou
     ranks = [_on_rank(case.folder, given, 1)] if world == 1 else spawn(
         _on_rank, world=world, args=(case.folder, given, world), timeout=240
     )  # fmt: skip
-    for losses, _, gradients in ranks:
+    _check_gradients([gradients for _, _, gradients in ranks], case.gradients)
+    for losses, _, _ in ranks:
         assert max(abs(one - other) for one, other in zip(losses, case.losses, strict=True)) < LIMIT
-        assert not gradients or _check_gradients(gradients, case.gradients) >= 16
     assert case.losses[-2] < case.losses[0] - 1e-3, "nothing is learnt, so that agreement says little"
     (said,) = (line for line in ranks[0][1] if line.startswith("frozen base: "))
     assert "as the checkpoint has them" in said and "bits a number" in said

@@ -17,6 +17,7 @@ from torch import nn
 from engine.batch import Batch
 from engine.config.load import parse_config
 from engine.config.rules import check_config
+from engine.data.collate import context_part
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
@@ -137,10 +138,12 @@ def our_losses(
 
 def take_steps(training: Training, given: dict[str, Any], steps: int = STEPS) -> list[float]:
     """The loss of each step."""
-    parts, data = len(ROWS) // given.get("train.micro_batch_size", len(ROWS)), training.mesh.dp
-    losses = []
-    for step in range(steps):
-        found = batches(step, parts)
-        targets = float(sum(batch.loss_weights_BS.sum() for batch in found))
-        losses.append(training.step(found[data.rank :: data.size], targets, LR).loss.item())
-    return losses
+    return [training.step(*rank_batches(training, given, step), LR).loss.item() for step in range(steps)]
+
+
+def rank_batches(training: Training, given: dict[str, Any], step: int) -> tuple[list[Batch], float]:
+    """This rank's micro-batches of a step, and the targets of all ranks."""
+    found, mesh = batches(step, len(ROWS) // given.get("train.micro_batch_size", len(ROWS))), training.mesh
+    targets = float(sum(batch.loss_weights_BS.sum() for batch in found))
+    held = found[mesh.dp.rank :: mesh.dp.size]
+    return [context_part(batch, size=mesh.cp.size, rank=mesh.cp.rank) for batch in held], targets

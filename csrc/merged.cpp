@@ -93,19 +93,21 @@ SIMD_INLINE bool in_all_lanes(Int condition) {
 }
 
 // To multiples of 2^(exponent - MANTISSA), where 2^exponent is the power of 2 that is not above the number, but at
-// least 2^SMALLEST_EXPONENT; halves to the even one. Adding 2^23 times the step leaves its multiples. value >= 0.
+// least 2^SMALLEST_EXPONENT; halves to the even one. Adding 1.5 * 2^23 steps leaves multiples of them. value >= 0; it is
+// moved by `shift` steps first.
 template <class Number, int MANTISSA, int SMALLEST_EXPONENT>
-SIMD_INLINE Number to_grid(Number value) {
+SIMD_INLINE Number to_grid(Number value, Number shift = Number{}) {
     typedef typename std::conditional<std::is_same<Number, Float>::value, Int, int32_t>::type Bits;
     Bits exponent;
     memcpy(&exponent, &value, sizeof exponent);
     exponent &= 0x7F800000;
     constexpr int32_t LEAST = (127 + SMALLEST_EXPONENT) << 23;
     exponent = exponent < LEAST ? LEAST + Bits{} : exponent;
-    const Bits shift_bits = exponent + ((23 - MANTISSA) << 23);
-    Number shift;
-    memcpy(&shift, &shift_bits, sizeof shift);
-    return (value + shift) - shift;
+    const Bits step_bits = exponent - (MANTISSA << 23), coarse_bits = (exponent + ((23 - MANTISSA) << 23)) | 0x400000;
+    Number step, coarse;
+    memcpy(&step, &step_bits, sizeof step);
+    memcpy(&coarse, &coarse_bits, sizeof coarse);
+    return (value + shift * step + coarse) - coarse;  // shift * step is exact
 }
 
 SIMD_INLINE Float to_whole(Float value) {
@@ -124,16 +126,28 @@ SIMD_INLINE Float clamped(Float value, float lowest, float highest) {  // NaN st
     return value > highest ? simd::splat(highest) : value;
 }
 
-// What the code nearest to number / scale is worth under a scale of 1.
+// How far numbers of a block that keeps its scale are moved before they are rounded, in steps: less than half of one,
+// spread evenly by the old numbers, their scale, and their places in the block, the first of which is `place`.
+SIMD_INLINE Float spread(Float old, float scale, int64_t place) {
+    simd::Word lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = (uint32_t)i;
+    simd::Word key = (simd::Word)(absolute(old) + scale) * 0x9E3779B1u;
+    key = ((key ^ (key >> 16)) * 0x85EBCA77u >> 20) + (lane + (uint32_t)place) * 2531u;
+    key &= 4095u;
+    return (4095.0f - 2.0f * __builtin_convertvector((Int)key, Float)) * 0x1p-13f;
+}
+
+// What the code nearest to number / scale is worth under a scale of 1, once this is moved by `shift` steps: outwards,
+// of integers upwards.
 template <int CODES>
-SIMD_INLINE Float nearest(Float quotient, int zero) {
+SIMD_INLINE Float nearest(Float quotient, int zero, Float shift = Float{}) {
     if (CODES == INT4 || CODES == INT8) {
         const float lowest = CODES == INT4 ? (float)-zero : -128, highest = CODES == INT4 ? (float)(15 - zero) : 127;
-        return clamped(to_whole(quotient), lowest, highest) + 0.0f;  // integers have no -0
+        return clamped(to_whole(quotient + shift), lowest, highest) + 0.0f;  // integers have no -0
     }
     constexpr float largest = CODES == E2M1 ? 6.0f : 448.0f;
     const Float size = clamped(absolute(quotient), 0.0f, largest);
-    const Float value = CODES == E2M1 ? to_grid<Float, 1, 0>(size) : to_grid<Float, 3, -6>(size);
+    const Float value = CODES == E2M1 ? to_grid<Float, 1, 0>(size, shift) : to_grid<Float, 3, -6>(size, shift);
     return (Float)((Int)value | ((Int)quotient & INT32_MIN));
 }
 
@@ -286,7 +300,8 @@ void round_block(const Matrix& of, int64_t row, int64_t column, const Block& blo
             const int64_t count = std::min<int64_t>(LANES, block.columns - c);
             const Float sum = simd::load_up_to(block.sums + i * block.ld + c, count);
             const Float old = simd::load_up_to(block.old + i * block.ld + c, count);
-            const Float value = nearest<CODES>(simd::load(quotients + i * ld + c), zero);
+            const Float shift = spread(old, scales[i], c);
+            const Float value = nearest<CODES>(simd::load(quotients + i * ld + c), zero, shift);
             out.keep(row + i, column + c, count, value, scales[i], zero, sum == old, old);
         }
 }
@@ -308,7 +323,8 @@ SIMD_INLINE bool round_vectors(int64_t row, int64_t column, const float* old, co
     }
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
-        const Float before = simd::load(old + v * LANES), value = nearest<CODES>(quotient[v], zero);
+        const Float before = simd::load(old + v * LANES);
+        const Float value = nearest<CODES>(quotient[v], zero, spread(before, scale, v * LANES));
         out.keep(row, column + v * LANES, LANES, value, scale, zero, simd::load(sums + v * LANES) == before, before);
     }
     return in_all_lanes(fits);

@@ -33,6 +33,48 @@ from engine.kernels.triton.quantize import magnitude_bits
 
 
 @triton.jit
+def _spread(base, scale_OB, columns_BC, GROUP: tl.constexpr):
+    """Returns how far numbers of blocks that keep their scale are moved before they are rounded, in steps between
+    codes: less than half of one, spread evenly by the old numbers, their scales, and their places in the block; fp32.
+    """
+    # 0x9E3779B1 and 0x85EBCA77 as signed integers, of whose products the lowest 32 bits are kept
+    key = (tl.abs(base) + scale_OB[:, :, None]).to(tl.int32, bitcast=True) * -1640531535
+    key = ((key ^ ((key >> 16) & 0xFFFF)) * -2048144777) >> 20
+    key = (key + ((columns_BC % GROUP) * 2531)[None, :, :]) & 4095
+    return (4095 - 2 * key).to(tl.float32) * 0.0001220703125
+
+
+@triton.jit
+def _moved(quotient, shift, CODE: tl.constexpr):
+    """Moves numbers in units of their scale by steps between codes: e2m1's and e4m3's outwards and, since none may
+    leave the codes that it lies between, then rounds them; integers upwards."""
+    if CODE == "e2m1":
+        return _moved_float(quotient, shift, 22, 1.0, 6.0)
+    elif CODE == "e4m3":
+        return _moved_float(quotient, shift, 20, 0.015625, 448.0)
+    else:
+        return quotient + shift
+
+
+@triton.jit
+def _moved_float(value, shift, dropped: tl.constexpr, least: tl.constexpr, largest: tl.constexpr):
+    """Moves and rounds, as `_moved`.
+
+    Args:
+        dropped: bits of fp32's mantissa that a code lacks.
+        least: the smallest power of 2 that begins a range of codes with steps of its own.
+        largest: code.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(value), largest)
+    power = (tl.maximum(size, least).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step: tl.constexpr = 1.0 / (1 << (23 - dropped))
+    coarse = power * (1.5 * (1 << dropped))  # fp32 numbers there are a step apart
+    rounded = ((size + shift * (power * step)) + coarse) - coarse
+    return (rounded.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def nearest_values(quotient, zeros, CODE: tl.constexpr):
     """Rounds numbers in units of their scale to those of codes: nearest, halves to the even code; fp32."""
     if CODE == "e2m1":
@@ -252,7 +294,9 @@ def _merged_tile_kernel(
         GRANULE, COLUMNS,
     )  # fmt: skip
     quotient = _quotient(number, scale_OB, stored_OB, SCALE)
-    value = nearest_values(quotient, zeros_OB[:, :, None], CODE) * scale_OB[:, :, None]
+    columns_BC = (blocks_B * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
+    moved = _moved(quotient, _spread(base, scale_OB, columns_BC, GROUP), CODE)
+    value = nearest_values(moved, zeros_OB[:, :, None], CODE) * scale_OB[:, :, None]
     value = tl.where(base == number, base, value)
     outside_OB = _outside(base, number, quotient, zeros_OB, CODE, False)
     if tl.max(outside_OB) > 0:
@@ -324,7 +368,9 @@ def _merged_walk_kernel(
             tl.where(changed_OB, fresh_zeros_OB, zeros_OB),
         )
         quotient = _quotient(number, scale_OB, scale_OB, "float")
-        value = nearest_values(quotient, zeros_OB[:, :, None], CODE) * scale_OB[:, :, None]
+        columns_BC = (here_B * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
+        shift = tl.where((changed_OB == 0)[:, :, None], _spread(base, scale_OB, columns_BC, GROUP), 0.0)
+        value = nearest_values(_moved(quotient, shift, CODE), zeros_OB[:, :, None], CODE) * scale_OB[:, :, None]
         value = tl.where((base == number) & (changed_OB == 0)[:, :, None], base, value)
         store_tile(out_ptr, out_stride, rows_O, ok_O, here_B, num_columns, value, COLUMNS)
         if step < num_steps:

@@ -5,7 +5,7 @@ is rounded once to the dtype that is asked for.
 
 A number is `code * scale`. Of NVFP4 the scale is the block's times, or divided by, the matrix's, rounded; exponents are
 powers of 2, and the largest of them, 255, is no number. Codes are the nearest of the grid to `number / scale`, halves
-to the even one, within the largest code; e2m1 and e4m3 keep a number's sign where they round it to zero.
+to the even one, within the largest code, but where a matrix changes (`requantise`); e2m1 and e4m3 keep a number's sign where they round it to zero.
 
 Where packages differ from one another: 255 is NaN in the OCP specification and torchao, and 2^128 in compressed-tensors
 and transformers; -0 has a code of its own in torchao, and that of 0 in compressed-tensors and ModelOpt, as here;
@@ -120,8 +120,11 @@ def requantise(of: Format, parts: Parts, numbers_OI: Tensor) -> dict[str, Tensor
 
     A block keeps its scale where each of its numbers is the old one, or has a code by rounding to the grid, continued
     beyond its end, within the largest code: number / scale is at most 7 for e2m1, 464 for e4m3, half a step beyond
-    the integers' ends. In it a number that is the old one keeps its code, whichever of several has that value. Another
-    block gets the scale of its largest magnitude; one with a number that is not finite, a scale that is NaN. NVFP4's
+    the integers' ends. In it a number that is the old one keeps its code, whichever of several has that value, and the
+    others get the farther from 0 of the two codes that they lie between, of integers the upper one, from a point of
+    the way on that is spread over numbers (`_spread`). The old numbers are codes, as far from halves as can be: halfway
+    for all, a change by less than half of the way would be lost, whereas so that share of the numbers takes it. Another
+    block gets nearest codes and the scale of its largest magnitude; one with a number that is not finite, a scale that is NaN. NVFP4's
     scale of the matrix is kept, and so is the only scale of a matrix (`keeps_scales`): what is beyond the largest code
     gets that.
 
@@ -286,7 +289,8 @@ def _requantised_rows(of: Format, parts: Parts, base: Tensor, numbers: Tensor) -
     rows, columns = numbers.shape
     old, new = of_blocks(of, base), of_blocks(of, numbers)
     same = old == new
-    quotient = new / row_scales(of, parts, rows)[:, :, None]
+    scales = row_scales(of, parts, rows)
+    quotient = new / scales[:, :, None]
     lowest, highest = _reach(of, parts.get("zeros"))
     inside = new.isfinite() if of.keeps_scales else (quotient >= lowest) & (quotient <= highest)
     fits = _joint(of, (same | inside).all(2), all_of=True)
@@ -296,9 +300,33 @@ def _requantised_rows(of: Format, parts: Parts, base: Tensor, numbers: Tensor) -
         kept = fits[:: of.granule].view(fresh.shape)
         chosen[name] = where(kept, parts[name], fresh)
     quotient = new / row_scales(of, chosen, rows)[:, :, None]
+    quotient = _moved(of, quotient, _spread(old, scales) * fits[:, :, None])
     codes = packed(of, nearest(of, quotient, chosen.get("zeros")).flatten(1)[:, :columns])
     chosen["codes"] = _with_kept(of, parts["codes"], codes, (same & fits[:, :, None]).flatten(1)[:, :columns])
     return chosen
+
+
+def _spread(old_OGC: Tensor, scales_OG: Tensor) -> Tensor:
+    """Returns numbers between -1/2 and 1/2, spread evenly by the old numbers, their scales, and their places in a
+    block, fp32: odd multiples of 2^-13."""
+    key = (old_OGC.abs() + scales_OG[:, :, None]).view(torch.int32) * (0x9E3779B1 - (1 << 32))
+    key = (key ^ (key >> 16 & 0xFFFF)) * (0x85EBCA77 - (1 << 32)) >> 20
+    places = torch.arange(old_OGC.shape[2], dtype=torch.int32, device=old_OGC.device)
+    key = (key + places * 2531) & 4095
+    return (4095 - 2 * key).float() * 2.0**-13
+
+
+def _moved(of: Format, quotient: Tensor, shift: Tensor) -> Tensor:
+    """Returns numbers / scale moved by so many of the steps between codes, so that their nearest code is one of the two
+    that they lie between: e2m1's and e4m3's outwards and then rounded, integers upwards."""
+    if of.name in ("int4", "int8"):
+        return quotient + shift
+    mantissa, exponent, largest = (1, 0, E2M1_LARGEST) if of.name in ("nvfp4", "mxfp4") else (3, -6, FP8_LARGEST)
+    size = quotient.abs().clamp(max=largest)
+    power = (size.view(torch.int32) & 0x7F800000).clamp(min=(127 + exponent) << 23)
+    step = (power - (mantissa << 23)).view(torch.float32)
+    coarse = (power + ((23 - mantissa) << 23) | 0x400000).view(torch.float32)  # fp32 numbers there are a step apart
+    return (((size + shift * step) + coarse) - coarse).copysign(quotient)
 
 
 def where(condition: Tensor, kept: Tensor, fresh: Tensor) -> Tensor:

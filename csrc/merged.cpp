@@ -93,8 +93,8 @@ SIMD_INLINE bool in_all_lanes(Int condition) {
 }
 
 // To multiples of 2^(exponent - MANTISSA), where 2^exponent is the power of 2 that is not above the number, but at
-// least 2^SMALLEST_EXPONENT; halves to the even one. Adding 1.5 * 2^23 steps leaves multiples of them. value >= 0; it is
-// moved by `shift` steps first.
+// least 2^SMALLEST_EXPONENT; halves to the even one. Adding 1.5 * 2^23 steps leaves multiples of them. value >= 0; it
+// is moved by `shift` steps first.
 template <class Number, int MANTISSA, int SMALLEST_EXPONENT>
 SIMD_INLINE Number to_grid(Number value, Number shift = Number{}) {
     typedef typename std::conditional<std::is_same<Number, Float>::value, Int, int32_t>::type Bits;

@@ -5,7 +5,8 @@ is rounded once to the dtype that is asked for.
 
 A number is `code * scale`. Of NVFP4 the scale is the block's times, or divided by, the matrix's, rounded; exponents are
 powers of 2, and the largest of them, 255, is no number. Codes are the nearest of the grid to `number / scale`, halves
-to the even one, within the largest code, but where a matrix changes (`requantise`); e2m1 and e4m3 keep a number's sign where they round it to zero.
+to the even one, within the largest code, but where a matrix changes (`requantise`); e2m1 and e4m3 keep a number's sign
+where they round it to zero.
 
 Where packages differ from one another: 255 is NaN in the OCP specification and torchao, and 2^128 in compressed-tensors
 and transformers; -0 has a code of its own in torchao, and that of 0 in compressed-tensors and ModelOpt, as here;
@@ -124,9 +125,9 @@ def requantise(of: Format, parts: Parts, numbers_OI: Tensor) -> dict[str, Tensor
     others get the farther from 0 of the two codes that they lie between, of integers the upper one, from a point of
     the way on that is spread over numbers (`_spread`). The old numbers are codes, as far from halves as can be: halfway
     for all, a change by less than half of the way would be lost, whereas so that share of the numbers takes it. Another
-    block gets nearest codes and the scale of its largest magnitude; one with a number that is not finite, a scale that is NaN. NVFP4's
-    scale of the matrix is kept, and so is the only scale of a matrix (`keeps_scales`): what is beyond the largest code
-    gets that.
+    block gets nearest codes and the scale of its largest magnitude; one with a number that is not finite, a scale that
+    is NaN. NVFP4's scale of the matrix is kept, and so is the only scale of a matrix (`keeps_scales`): what is beyond
+    the largest code gets that.
 
     So the parts of unchanged numbers are the old ones, bit for bit.
 

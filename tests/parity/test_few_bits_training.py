@@ -167,10 +167,10 @@ def _check_gradients(ranks: list[Gradients], expected: dict[str, Tensor]) -> Non
     missing = {name: torch.ones_like(whole, dtype=torch.bool) for name, whole in expected.items()}
     for rank, found in enumerate(ranks):
         for name, gradient, spec in found:
-            # a part may be a row that is next to nothing
+            # a part may be a row that is next to nothing, and an expert that no token chose has no gradient
             limit = LIMIT * expected[name].norm()
             for theirs, ours in _boxes(expected[name], spec, gradient):
-                assert (ours - theirs).norm() < limit, f"{name} of rank {rank}"
+                assert (ours - theirs).norm() <= limit, f"{name} of rank {rank}"
             for held, _ in _boxes(missing[name], spec, gradient):
                 held.fill_(False)
     left = [name for name, elements in missing.items() if elements.any()]

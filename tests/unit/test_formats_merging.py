@@ -132,7 +132,8 @@ def test_the_product_is_summed_in_order() -> None:
 
 def test_a_scale_is_kept_up_to_half_a_step_beyond_the_largest_code() -> None:
     """For e2m1 under the scale 1: up to 7, which is rounded to 6. With 7.5 the largest, m / 2^e is in [3.5, 7) for e
-    of 1: 7.5 / 2 = 3.75 is 4, so 8; 0.9 / 2 = 0.45 is 0.5, so 1."""
+    of 1: 7.5 / 2 = 3.75 is 4, so 8; 0.9 / 2 = 0.45 is 0.5, so 1. Under the kept scale 0.9 is 0.8 of the way from 0.5 to
+    1, and the point of an old 1 in the third column is 0.93 of it."""
     of = FORMATS["mxfp4"]
     parts = {"codes": torch.zeros(2, 16, dtype=torch.uint8), "scales": torch.full((2, 1), 127, dtype=torch.uint8)}
     parts["codes"][:] = 2
@@ -140,7 +141,7 @@ def test_a_scale_is_kept_up_to_half_a_step_beyond_the_largest_code() -> None:
     numbers[0, 0], numbers[0, 2], numbers[1, 0], numbers[1, 2] = -7.0, 0.9, 7.5, 0.9
     new = reference_formats.requantise(of, parts, numbers)
     assert new["scales"].tolist() == [[127], [128]]
-    assert _decoded(of, new, 32)[:, :4].tolist() == [[-6.0, 0.0, 1.0, 0.0], [8.0, 0.0, 1.0, 0.0]]
+    assert _decoded(of, new, 32)[:, :4].tolist() == [[-6.0, 0.0, 0.5, 0.0], [8.0, 0.0, 1.0, 0.0]]
     ends = {
         "int4": (7.5, -8.5, 7.0, -8.0),
         "int8": (127.5, -128.5, 127.0, -128.0),

@@ -1,5 +1,5 @@
 """Linears that compute with Q(W + s B A): losses and gradients against autograd of a straight-through module in plain
-torch, whose numbers compressed-tensors quantises and dequantises."""
+torch, whose numbers are rounded by a table of the format's codes."""
 
 from __future__ import annotations
 
@@ -66,20 +66,6 @@ def _model(case: Case, base: str, **more: Any) -> Decoder:
     return model
 
 
-def _arguments(base: str) -> Any:
-    """The format as compressed-tensors has it, with one scale for each block."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    of = FORMATS[base]
-    kind = "int" if base.startswith("int") else "float"
-    bits = 4 if base.endswith("4") else 8
-    if of.rows > 1:
-        return QuantizationArgs(num_bits=bits, type=kind, strategy="block", block_structure=[of.rows, of.group])
-    if not of.group:
-        return QuantizationArgs(num_bits=bits, type=kind, strategy="channel")
-    return QuantizationArgs(num_bits=bits, type=kind, strategy="group", group_size=of.group)
-
-
 def _scales(base: str, parts: dict[str, Tensor]) -> Tensor:
     """What a code of 1 is worth, fp32 [rows, groups]."""
     scales = parts["scales"]
@@ -90,8 +76,27 @@ def _scales(base: str, parts: dict[str, Tensor]) -> Tensor:
     return scales.float().view(len(scales), -1)
 
 
+def _sizes(base: str) -> Tensor:
+    """What the format's codes are worth under a scale of 1, of codes with a sign without it."""
+    if base.startswith("int"):
+        half = 1 << (int(base[3:]) - 1)
+        return torch.arange(-half, half).float()
+    if base.endswith("fp4"):
+        return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _points(stored: Tensor, scales: Tensor, group: int) -> Tensor:
+    """The share of the way to its next code from which on a number takes it."""
+    bits = (stored.abs() + scales).view(torch.int32).long()
+    mixed = bits * 0x9E3779B1 % 2**32
+    mixed = (mixed ^ mixed // 2**16) * 0x85EBCA77 % 2**32
+    columns = torch.arange(stored.shape[1]) % (group or stored.shape[1])
+    return ((mixed // 2**20 + 2531 * columns) % 4096 + 0.5) / 4096
+
+
 class Rounded:
-    """Q of one weight, by compressed-tensors."""
+    """Q of one weight, by a table of codes."""
 
     def __init__(self, base: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.base, codec, weight = base, encoding(base), value_of(name, shapes[name])
@@ -101,14 +106,20 @@ class Rounded:
         self.changed = 0.0
 
     def __call__(self, merged: Tensor) -> Tensor:
-        from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-
-        of = FORMATS[self.base]
+        of, sizes = FORMATS[self.base], _sizes(self.base)
         each = self.scales.repeat_interleave(of.rows, 0)[: len(merged)]
         each = each.repeat_interleave(of.group or merged.shape[1], 1)[:, : merged.shape[1]]
         (lowest, highest), quotient = REACH[self.base], merged / each
         assert lowest <= float(quotient.min()) and float(quotient.max()) <= highest, "a block does not keep its scale"
-        rounded = fake_quantize(merged, self.scales, torch.zeros_like(self.scales), _arguments(self.base))
+        points = _points(self.stored, each, of.group)
+        if sizes[0] < 0:  # the sum is rounded to fp32
+            value = (quotient + (0.5 - points).float()).round().clamp(sizes[0], sizes[-1])
+        else:
+            size = quotient.abs().clamp(max=sizes[-1])
+            place = torch.searchsorted(sizes, size, right=True).sub(1).clamp(max=len(sizes) - 2)
+            below, above = sizes[place], sizes[place + 1]
+            value = torch.where((size - below) / (above - below) > points, above, below).copysign(quotient)
+        rounded = torch.where(merged == self.stored, self.stored, value * each)
         self.changed = float((rounded != self.stored).float().mean())
         return rounded
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -30,6 +31,7 @@ from engine.ops.quantized_products import (
     product_of_rows,
     quantized_rows,
 )
+from engine.ops.scaled_products import plain_multiply
 from engine.quantization.encoding import Encoding, encoding
 
 
@@ -86,9 +88,15 @@ class BaseEncoding:
         """Returns one encoding for all frozen weights, by its name."""
         return cls(formats=lambda weight_name: name, arithmetic=arithmetic, operands=operands)
 
-    def row_invariant(self) -> BaseEncoding:
-        """Returns the same with products in which no row's bits depend on the number of rows."""
-        return replace(self, arithmetic=replace(self.arithmetic, few_rows_product=None, expert_rows_product=None))
+    def row_invariant(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> BaseEncoding:
+        """Returns the same with products in which no row's bits depend on the number of rows, on a CPU.
+
+        Args:
+            multiply: such a product, in fp32.
+        """
+        arithmetic = replace(self.arithmetic, few_rows_product=None, expert_rows_product=None)
+        groups = partial(plain_multiply, decode=arithmetic.block_decode, multiply=multiply)
+        return replace(self, arithmetic=arithmetic, operands=replace(self.operands, multiply_groups=groups))
 
     def common(self, weight_names: Sequence[str]) -> Encoding | None:
         """Returns the encoding of weights that one product reads; None where it is not the same for all of them."""

@@ -128,12 +128,18 @@ MultiplyGroups = Callable[[Format, Parts, Parts, torch.dtype], Tensor]
 
 
 def plain_multiply(
-    of: Format, a: Parts, b: Parts, dtype: torch.dtype, decode: Decode = reference_formats.block_decode
+    of: Format,
+    a: Parts,
+    b: Parts,
+    dtype: torch.dtype,
+    decode: Decode = reference_formats.block_decode,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm,
 ) -> Tensor:
     """Computes `MultiplyGroups` in fp32, of what the parts mean, rounded once; on any device.
 
     Args:
         decode: a backend's `block_decode`.
+        multiply: the product in fp32.
     """
     codes_a, codes_b = a["codes"], b["codes"]
     columns = codes_a.shape[1] * of.codes_per_byte
@@ -144,7 +150,7 @@ def plain_multiply(
         rows = slice(first, min(first + _WIDE_ROWS, codes_b.shape[0]))
         block = wide.new_empty(rows.stop - first, columns)
         decode(of, reference_formats.rows_of(of, b, rows), block)
-        out[:, rows] = wide @ block.t()
+        out[:, rows] = multiply(wide, block.t())
     return out
 
 

@@ -56,8 +56,10 @@ def build_stages(
     layout = _layout(config, mesh, plan.partition, choices, splits_tokens=decoder.splits_tokens)
     if base is not None:  # rows of several models may be multiplied together, and no row's bits are to depend on that
         kernels = row_invariant(layout.kernels, TORCH_DTYPES[config.model.dtype])
-        encoded = layout.base if layout.base is None or kernels is layout.kernels else layout.base.row_invariant()
-        layout = replace(layout, fold=False, kernels=kernels, base=encoded)
+        layout = replace(layout, fold=False)
+        if kernels is not layout.kernels:
+            encoded = None if layout.base is None else layout.base.row_invariant(kernels.product)
+            layout = replace(layout, kernels=kernels, base=encoded)
     for sentence in choices.sentences:
         log.info(sentence)
     if launch.device.type == "cpu" and (busy := busy_note(torch.get_num_threads())) is not None:

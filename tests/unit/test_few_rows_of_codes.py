@@ -16,6 +16,7 @@ from engine.inference.options import Limits
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.formats import Format
 from engine.kernels.native.loader import native_status
+from engine.kernels.native.product import multiply
 from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
@@ -24,7 +25,9 @@ from engine.models.decoder import Decoder
 from engine.ops import quantized_backends
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight, Scratch
+from engine.ops.quantized_backends import choose_quantized
 from engine.ops.quantized_products import QuantizedWeight
+from engine.ops.scaled_weight import ScaledWeight
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import Case, cut, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
@@ -99,11 +102,29 @@ def test_encodings_without_such_products(name: str) -> None:
 
 def test_rows_that_depend_on_no_number_of_rows() -> None:
     base = BaseEncoding.named("int8", Products([]).arithmetic())
-    for one, few in ((base, True), (base.row_invariant(), False)):
+    for one, few in ((base, True), (base.row_invariant(torch.mm), False)):
         found = one.common(["any"])
         assert found is not None
         weight = replace(_linear(PLAIN, None).weight, encoding=found)
         assert weight.multiplies_codes(1) is few
+
+
+@pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+def test_products_of_codes_that_depend_on_no_number_of_rows(name: str) -> None:
+    """torch's product may give one row other bits than many."""
+    backend = choose_quantized("native", torch.device("cpu"))
+    base = BaseEncoding.named(name, backend.arithmetic, backend.operands).row_invariant(multiply)
+    code = base.common(["any"])
+    assert code is not None
+    weight = QuantizedWeight(
+        encoding=code, parts=code.encode(_random(256, 512)), in_features=512, sections=(256,), operands=base.operands
+    )
+    rounding = ScaledWeight(weight=weight, dtype=torch.float32, scratch=Scratch())
+    x = _random(70, 512)
+    y = rounding.product(x, None)
+    for count in (1, 2, 33):
+        assert torch.equal(rounding.product(x[:count], None), y[:count]), count
 
 
 @pytest.mark.parametrize("beside", [0, 3])

@@ -123,7 +123,7 @@ class Answering:
             case UseAdapter(on, path):
                 if path is not None:
                     self._open_with(path)
-                self.opened.model.use_adapters(on)
+                self._use_adapters(on)
                 self.adapters = on
                 self.opened.forget()
             case Ask():
@@ -148,6 +148,14 @@ class Answering:
             raise
         return answers[0] if answers else None
 
+    def _use_adapters(self, on: bool) -> None:
+        """Prepares answers with the adapter or without it; opens the model again where the base cannot be read."""
+        try:
+            self.opened.model.use_adapters(on)
+        except UserError:  # some codes may be the base's already, among others that have the adapter
+            self._open(self._arguments, self.opened.chat)
+            raise
+
     def _open_with(self, adapter: Path) -> None:
         """Opens the model with another adapter; with the one before where that is impossible."""
         before = self._arguments
@@ -155,13 +163,16 @@ class Answering:
         if before.model is None:  # the run that was given names the base, and the other adapter may not
             wanted.model = self.opened.model.folder
         chat, sees_images = self.opened.chat, self.opened.reader is not None
-        del self.opened
-        gc.collect()
-        log = Log(self._launch.rank)
         try:
-            self.opened = Opened(wanted, self._launch, log, image=None, chat=chat)
+            self._open(wanted, chat)
             self._arguments = wanted
         except UserError:
-            self.opened = Opened(before, self._launch, log, image=None, chat=chat)
+            self._open(before, chat)
             raise
         assert (self.opened.reader is not None) == sees_images
+
+    def _open(self, arguments: argparse.Namespace, chat: bool) -> None:
+        """Opens a model in place of the one that is here, if any."""
+        self.__dict__.pop("opened", None)  # two models may not fit
+        gc.collect()
+        self.opened = Opened(arguments, self._launch, Log(self._launch.rank), image=None, chat=chat)

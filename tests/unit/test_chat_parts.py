@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from PIL import Image
 
 from engine.errors import UserError
+from engine.inference.options import Sampling
+from engine.runtime.launch import Launch
 from rankfold.chat import main
+from rankfold.chatting import answering
 from rankfold.chatting import options as chatting
 from rankfold.chatting.commands import Command, parsed
 from rankfold.chatting.conversation import Conversation, text_of, without_images
@@ -184,3 +191,27 @@ def test_the_command_opens_a_run_with_its_adapter(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("engine.runtime.launch.start", reached)
     with pytest.raises(InterruptedError):
         main()
+
+
+def test_a_base_that_cannot_be_read_again_leaves_the_adapter_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the codes that have the adapter some may be the base's by then: the model is opened again."""
+
+    class Opened:
+        def __init__(self, arguments: argparse.Namespace, *_: Any, **given: Any) -> None:
+            opened.append(arguments)
+            self.chat, self.reader = given["chat"], None
+            self.model = SimpleNamespace(use_adapters=self._use, folder=Path("base"))
+
+        def _use(self, on: bool) -> None:
+            if not on:
+                raise UserError("gone")
+
+    opened = list[argparse.Namespace]()
+    monkeypatch.setattr(answering, "Opened", Opened)
+    launch, arguments = Launch(rank=0, world_size=1, device=torch.device("cpu")), argparse.Namespace(adapter="a")
+    first = Opened(arguments, chat=True)
+    talk = answering.Answering(arguments, launch, cast(Any, first), Sampling())
+    with pytest.raises(UserError, match="gone"):
+        talk.order(answering.UseAdapter(on=False))
+    assert opened == [arguments, arguments] and cast(Any, talk.opened) is not first
+    assert talk.adapters and talk.opened.chat

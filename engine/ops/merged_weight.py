@@ -183,6 +183,7 @@ class MergedWeight(EncodedWeight):
 
     def _merged(self) -> Tensor:
         """Returns Q(W + s B A), [O, I], valid until the next matrix is decoded."""
+        assert not self.state.in_codes, "the adapters would be added twice"
         weight = self.weight
         out = self.scratch.take((weight.out_features, weight.in_features), self.dtype, self.device)
         return decode_merged(weight.encoding, self.sections, out)

@@ -112,10 +112,12 @@ class MergedExperts(EncodedExperts):
 
     def one(self, expert: int, num_columns: int) -> Tensor:
         """Returns Q(W + s B A) of an expert, [O, I], valid until the next call."""
+        assert not self.state.in_codes, "the adapters would be added twice"
         return decode_merged(self.weight.encoding, self.sections[expert], self._take(self._rows, num_columns))
 
     def every(self, num_columns: int) -> Tensor:
         """Returns the same of all experts, [E, O, I]."""
+        assert not self.state.in_codes, "the adapters would be added twice"
         out = self._take(self.num_experts * self._rows, num_columns).view(self.num_experts, self._rows, num_columns)
         for of_experts, stack in zip(zip(*self.sections, strict=True), self.stacks, strict=True):
             self._merge(of_experts, stack, out)

@@ -111,13 +111,13 @@ class ArrangedSource(WeightSource):
         return numbers_of(matrix, spec, self.dtype(name), out)
 
     def matrix(self, name: str) -> StoredMatrix | None:
-        """Returns the codes of a weight; None for numbers, and for what consists of several stored matrices or of
-        another part of one than whole rows."""
+        """Returns the codes of a weight; None for numbers, and for what consists of several stored matrices, of
+        another part of one than whole rows, or of one in a stack."""
         part, *others = self._parts.get(name, (None,))
         if part is None or others or not self._tensors.is_encoded(part.stored):
             return None
-        columns = self._tensors.shape(part.stored)[-1]
-        if len(part.sizes) != 2 or part.sizes[1] != columns or not part.is_run or part.offset % columns:
+        *stack, _, columns = self._tensors.shape(part.stored)
+        if stack or len(part.sizes) != 2 or part.sizes[1] != columns or not part.is_run or part.offset % columns:
             return None
         return self._tensors.matrix(part.stored, part.offset // columns, part.sizes[0], None)
 

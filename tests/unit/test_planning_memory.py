@@ -319,8 +319,8 @@ QUICK = (
     "lora, one for q, k and v and one for gate and up", "lora of the upper layers",
     "lora, a copy of a tied head", "full, two of four layers", "none, dropout",
     "data 2, shard gradients, accumulation", "data 4, shard parameters, lora",
-    "offloaded optimizer, bf16, shard optimizer",
-    "nf4, bf16, dropout", "nvfp4, merged, bf16", "fp8_row, bf16, two of four layers full", "orpo, head",
+    "offloaded weights, head and embedding train", "offloaded optimizer, bf16, shard optimizer",
+    "dpo, nf4, two rows", "nvfp4, merged, bf16", "fp8_row, bf16, two of four layers full", "orpo, head",
     "tensor 2, context 2", "granite", "kept in bf16, attention",
     "native, lora, bf16, dropout", "mixture, balanced", "falcon_h1, attention",
 )  # fmt: skip

@@ -110,7 +110,7 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
 def state_space_case(
     name: str, tokens: int, heads: int, groups: int, features: int, size: int, dtype: torch.dtype = torch.bfloat16
 ) -> Case:
-    """Returns a state space of two documents; the second may go on from a state."""
+    """Returns a state space of two documents; the second may continue from a state."""
 
     def launch() -> None:
         x, b, c = (

@@ -87,19 +87,36 @@ def require_scaled_device(of: Format, device: torch.device, what: str) -> None:
     """
     if device.type != "cuda":
         return
-    demands, decoded = SCALED_FORMATS[of.name], "set model.base_products to decoded."
+    demands = SCALED_FORMATS[of.name]
     major, minor = torch.cuda.get_device_capability(device)
-    majors = range(9, 100) if of.name == "fp8_block" and of.scale_dtype == torch.uint8 else demands.majors
-    if major not in majors:
-        raise UserError(
-            f"model.base_products is codes and {what} is in {of.name}, whose products need a GPU of compute capability "
-            f"{majors[0]}{'.x' if len(majors) == 1 else '.0 or newer'}, but this one has {major}.{minor}: {decoded}"
-        )
+    require_scaled_major(of, major, what, f"this one has {major}.{minor}")
     version = torch.version.cuda
     if version is not None and tuple(map(int, version.split(".")[:2])) < demands.cuda:
         raise UserError(
             f"model.base_products is codes and {what} is in {of.name}, whose products need torch for CUDA "
-            f"{'.'.join(map(str, demands.cuda))} or newer, but this one is for {version}: {decoded}"
+            f"{'.'.join(map(str, demands.cuda))} or newer, but this one is for {version}: set model.base_products to "
+            "decoded."
+        )
+
+
+def require_scaled_major(of: Format, major: int, what: str, found: str) -> None:
+    """Refuses a compute capability of GPUs that have no products of codes for a weight.
+
+    Args:
+        major: the capability's first number.
+        what: the weight's name.
+        found: the GPU and its capability, in words.
+
+    Raises:
+        UserError: they have none in this format.
+    """
+    powers = of.name == "fp8_block" and of.scale_dtype == torch.uint8
+    majors = range(9, 100) if powers else SCALED_FORMATS[of.name].majors
+    if major not in majors:
+        raise UserError(
+            f"model.base_products is codes and {what} is in {of.name}, whose products need a GPU of compute capability "
+            f"{majors[0]}{'.x' if len(majors) == 1 else '.0 or newer'}, but {found}: set model.base_products to "
+            "decoded."
         )
 
 

@@ -56,6 +56,7 @@ class Machine:
         sheet, sheet_copies: TFLOP/s and GB/s that the data sheet names for products and memory; 0 where there is none.
         products_fp8: the same of e4m3; 0 where the device has none.
         scales_rows: whether those may have a scale for each row.
+        major: first number of a GPU's compute capability; None where it is not known, and for a CPU.
         vectors: TFLOP/s of float32 outside the matrix units, a fused product and addition being two; 0 for that of
             products.
         grouped: TFLOP/s that products of many experts in one launch tend to as they grow; 0 for those of others.
@@ -85,6 +86,7 @@ class Machine:
     sheet_copies: float = 0.0
     products_fp8: float = 0.0
     scales_rows: bool = True
+    major: int | None = None
     vectors: float = 0.0
     grouped: float = 0.0
     host: float = 57.0
@@ -150,6 +152,7 @@ class _Card:
     """A data sheet.
 
     Args:
+        major: first number of the compute capability.
         own_products: shares that its products reach, slow, likely and fast, where they are not Hopper's.
         own_attention: where it is neither Hopper's nor FlashAttention-2's at an A100's shares: where a document fills a
             row, and where several share one.
@@ -164,13 +167,14 @@ class _Card:
     vectors: float
     host: float
     processors: int
-    hopper: bool = False
+    major: int
     own_products: tuple[float, float, float] | None = None
     own_attention: tuple[AttentionSpeeds, AttentionSpeeds] | None = None
 
     def machine(self, shares: _Shares) -> Machine:
-        packed = FLASH2_ON_HOPPER if self.hopper else flash2_elsewhere(self.products)
-        alone = CUDNN_ON_HOPPER if self.hopper else packed
+        hopper = self.major == 9
+        packed = FLASH2_ON_HOPPER if hopper else flash2_elsewhere(self.products)
+        alone = CUDNN_ON_HOPPER if hopper else packed
         if self.own_attention is not None:
             alone, packed = self.own_attention
         return Machine(
@@ -183,7 +187,8 @@ class _Card:
             link=self.link * shares.links,
             network=50.0 * shares.network,
             products_fp8=self.products_fp8 * shares.products_fp8,
-            scales_rows=self.hopper,
+            scales_rows=hopper,
+            major=self.major,
             vectors=self.vectors * shares.vectors,
             grouped=self.products * shares.grouped,
             host=self.host * shares.host,
@@ -210,20 +215,20 @@ _CARDS = {
     card.name: card.machines()
     for card in (
         _Card(name="h100-80", memory=80, products=989, copies=3350, link=450, products_fp8=1979, vectors=67, host=64,
-              processors=132, hopper=True),
+              processors=132, major=9),
         _Card(name="h200-141", memory=141, products=989, copies=4800, link=450, products_fp8=1979, vectors=67, host=64,
-              processors=132, hopper=True),
+              processors=132, major=9),
         _Card(name="a100-80", memory=80, products=312, copies=2039, link=300, products_fp8=0, vectors=19.5, host=32,
-              processors=108, own_products=(0.75, 0.82, 0.83)),
+              processors=108, major=8, own_products=(0.75, 0.82, 0.83)),
         _Card(name="a100-40", memory=40, products=312, copies=1555, link=300, products_fp8=0, vectors=19.5, host=32,
-              processors=108, own_products=(0.75, 0.82, 0.83)),
+              processors=108, major=8, own_products=(0.75, 0.82, 0.83)),
         _Card(name="rtx4090-24", memory=24, products=165, copies=1008, link=32, products_fp8=330, vectors=82.6, host=32,
-              processors=128, own_products=(0.75, 0.85, 0.95)),
+              processors=128, major=8, own_products=(0.75, 0.85, 0.95)),
         _Card(name="l40s-48", memory=48, products=362, copies=864, link=32, products_fp8=733, vectors=91.6, host=32,
-              processors=142),
+              processors=142, major=8),
         # FlashAttention-2 has none of the instructions that are new in it, and is taken to be as fast as on an H100
         _Card(name="b200-180", memory=180, products=2250, copies=8000, link=900, products_fp8=4500, vectors=75, host=64,
-              processors=148, own_attention=(flash2_elsewhere(2250), FLASH2_ON_HOPPER)),
+              processors=148, major=10, own_attention=(flash2_elsewhere(2250), FLASH2_ON_HOPPER)),
     )
 }  # fmt: skip
 MACHINES = {name: likely for name, (_, likely, _) in _CARDS.items()}
@@ -238,20 +243,12 @@ def bounds(machine: Machine) -> tuple[Machine, Machine]:
     return slow, fast
 
 
-def check_encoding(machine: Machine, base_dtype: str | None, *, rounds_inputs: bool = False) -> None:
+def check_encoding(machine: Machine, base_dtype: str | None) -> None:
     """Refuses an encoding whose products a machine does not have.
-
-    Args:
-        rounds_inputs: whether products are of codes in all formats that have such.
 
     Raises:
         UserError: it has none.
     """
-    if rounds_inputs and not machine.products_fp8:
-        raise UserError(
-            f"model.base_products is codes, for which {machine.name} has no products: set model.base_products to "
-            "decoded."
-        )
     if base_dtype not in ("fp8", "fp8_row"):
         return
     if not machine.products_fp8 or (base_dtype == "fp8_row" and not machine.scales_rows):

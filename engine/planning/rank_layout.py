@@ -344,6 +344,7 @@ class Workload:
             base_teachers=0,
             block_losses=0,
             keeps_outputs=False,
+            rounds_inputs=False,
             refers_to_base=False,
             balances=False,
             graphed=False,

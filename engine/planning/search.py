@@ -163,9 +163,9 @@ def search(
         each: passes the layouts on while they are tried, and may show how far the search is.
 
     Raises:
-        UserError: the machine has no products for the base's encoding.
+        UserError: the machine has no products for the base's encoding, or of its codes where these are asked for.
     """
-    check_encoding(machine, workload.base_dtype, rounds_inputs=workload.rounds_inputs)
+    check_encoding(machine, workload.base_dtype)
     fitting: list[list[Candidate]] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import nn
 
+from engine.kernels.formats import Format
 from engine.layers.branch import LinearShape
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage, encoded_entries, encoded_memories
@@ -123,6 +124,7 @@ class ModelShape:
         embedding_parameters: of the embedding, and of all that is beside it on the first stage, such as a vision model.
         decoded_experts: bytes in which experts that a router chooses are decoded; 0 where they are stored plainly.
         encodings: names of those in which weights of the layers are stored, each once.
+        rounding: formats of those whose products are of codes and rounded inputs, each once.
     """
 
     hidden: int
@@ -136,6 +138,7 @@ class ModelShape:
     tied: bool
     decoded_experts: int = 0
     encodings: tuple[str, ...] = ()
+    rounding: tuple[Format, ...] = ()
 
     @property
     def first_trainable_layer(self) -> int:
@@ -209,6 +212,7 @@ def model_shape(
         tied=config.tied_embeddings,
         decoded_experts=0 if layout.base is None or not config.num_experts else layout.base.scratch.num_bytes,
         encodings=tuple(dict.fromkeys(one.encoding.name for part in parts.values() for one in encoded_entries(part))),
+        rounding=tuple(dict.fromkeys(chain.from_iterable(map(_rounding, parts.values())))),
     )
 
 
@@ -230,6 +234,13 @@ def _layer(layer: nn.Module, kv_width: int) -> LayerShape:
         routes_local_tokens=mlp is not None and mlp.routes_local_tokens,
         has_shared=mlp is not None and mlp.has_shared,
     )
+
+
+def _rounding(model: Decoder) -> Iterator[Format]:
+    """Yields the formats of the linears whose products are of codes and rounded inputs."""
+    for module in model.modules():
+        if isinstance(module, EncodedStorage) and module.rounds_inputs and module.encoding.format is not None:
+            yield module.encoding.format
 
 
 def _check_products(model: Decoder, device_type: str) -> None:

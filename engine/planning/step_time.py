@@ -21,6 +21,7 @@ from itertools import chain
 from engine.layers.branch import LinearShape
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models.decoder import Part
+from engine.ops.scaled_products import require_scaled_major
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
 from engine.planning.launch_times import launch_seconds
@@ -321,7 +322,8 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     """Predicts the time of a step.
 
     Raises:
-        UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
+        UserError: the model's sizes do not fit the layout, its layers cannot be split over the stages, or the machine
+            has no products of the base.
     """
     workload = workload.on(layout)
     samples = _samples(workload, layout, machine)
@@ -329,7 +331,8 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     model = rank_model(workload, layout.parallel)
     shape, microbatches = model.shape, workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
-    check_encoding(machine, workload.base_dtype, rounds_inputs=workload.rounds_inputs)
+    check_encoding(machine, workload.base_dtype)
+    _check_products_of_codes(machine, shape)
     times = _Times(workload, layout, model, machine, memory)
     costs, busiest, ranks = _costs(times, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
@@ -370,6 +373,13 @@ def _forwards(costs: Costs, plan: PipelinePlan, microbatches: int) -> float:
     """Returns the seconds of a pass of all micro-batches without a backward, with the pipeline's filling."""
     ranks = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
     return microbatches * max(ranks) + sum(ranks) - max(ranks)
+
+
+def _check_products_of_codes(machine: Machine, shape: ModelShape) -> None:
+    """Refuses a GPU without products of codes in the formats of linears that round their inputs."""
+    if machine.major is not None:
+        for of in shape.rounding:
+            require_scaled_major(of, machine.major, "the base", f"{machine.name} has {machine.major}.x")
 
 
 def _pass_of(companion: Companion, workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> float:

@@ -22,7 +22,7 @@ from engine.planning.kernel_times import kernel_times
 from engine.planning.ledger import DECODED, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout, predict_static
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Companion, Layout, Workload
 from engine.planning.shapes import ModelShape
 from engine.planning.stored_formats import stored_formats
 from engine.planning.traces import rank_model
@@ -261,11 +261,20 @@ def test_products_of_codes_need_a_format(base: list[str], tmp_path: Path) -> Non
 
 def test_an_answer_names_products_of_codes(tmp_path: Path) -> None:
     """NVFP4's; FP8 blocks of 704 columns no GPU multiplies."""
-    told = report(ask(_asked(tmp_path, "--base-dtype", "nvfp4", "--base-products", "codes")), top=1)
+    codes = "--base-dtype", "nvfp4", "--base-products", "codes"
+    told = report(ask(_asked(tmp_path, *codes, "--machine", "b200-180")), top=1)
     assert ", bfloat16, base nvfp4, products of codes\n" in told
     with pytest.raises(UserError, match="is 256 x 704 in fp8_block on each rank, but its products on a GPU need"):
-        ask(_asked(tmp_path, "--base-dtype", "stored", "--base-products", "codes"))
+        report(ask(_asked(tmp_path, "--base-dtype", "stored", "--base-products", "codes")), top=1)
     assert "\n  base_products: codes\n" in told
+    with pytest.raises(UserError, match=r"base is in nvfp4, .* capability 10.0 or newer, but h100-80 has 9.x: set"):
+        ask(_asked(tmp_path, *codes, "--machine", "h100-80"))
+
+
+def test_a_teacher_has_decoded_products() -> None:
+    """As `engine.distillation.teacher_model` opens it."""
+    student = replace(_in("nvfp4"), rounds_inputs=True)
+    assert not student.of_companion(Companion(student.decoder, student.plan)).rounds_inputs
 
 
 def test_products_of_codes_are_counted() -> None:

@@ -107,16 +107,8 @@ def build_training(
     flat = build_flat(config, launch.device, entries, mesh, weights, places, lr_factor=plan.lr_factor, log=log)
     reads = base is None or not base.is_filled
     with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=reads):
-        fill_parameters(
-            config,
-            source,
-            plan,
-            entries if reads else [one for one in entries if one.sink is not None],
-            flat,
-            weights,
-            mesh,
-            log,
-        )
+        filled = entries if reads else [one for one in entries if one.sink is not None]
+        fill_parameters(config, source, plan, filled, flat, weights, mesh, log)
         if reads:
             checkpoint = source.weights
             fill_base(config, source.model, checkpoint, stages.models(), weights, log, checkpoint=checkpoint)

@@ -450,6 +450,13 @@ def test_keys_that_transformers_writes_are_known(library: str) -> None:
     assert written - {"self", "kwargs", "quant_method"} <= KNOWN_KEYS[LIBRARIES[library]]
 
 
+def test_an_adapter_that_outputs_have_too_is_named() -> None:
+    """GPTQModel's EoRA, which no weight has in it."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "meta": {"x": 1}, "adapter": {"path": "eora"}}
+    encoding = encoding_of({"quantization_config": config})
+    assert encoding is not None and encoding.unknown is not None and " has adapter, of no" in encoding.unknown
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_keys_that_are_not_known_are_named_in_one_line(inside: bool, tmp_path: Path) -> None:
     config = {"quant_algo": "NVFP4", "ignore": ["lm_head"], "rotation": {"size": 4}, "empty": {}}

@@ -41,7 +41,7 @@ KNOWN_KEYS: dict[str, frozenset[str]] = {
             bits group_size checkpoint_format format lm_head dynamic sym is_marlin_format
             modules_to_not_convert ignored_layers
             desc_act static_groups true_sequential damp_percent damp_auto_increment act_group_aware mse
-            model_name_or_path model_file_base_name model_seqlen quantizer meta version pack_dtype adapter backend
+            model_name_or_path model_file_base_name model_seqlen quantizer meta version pack_dtype backend
             block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize batch_size
             pad_token_id max_input_length cache_block_outputs tokenizer dataset use_exllama disable_exllama
             exllama_config use_cuda_fp16""",

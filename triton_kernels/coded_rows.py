@@ -398,10 +398,10 @@ def expert_rows_product(
         factors: h [N, R] and B [E, O, R], R contiguous.
     """
     x_NI, num_experts = rows_of(x_NI), ends_E.shape[0]
-    num_rows = parts["codes"].shape[0] // num_experts
-    y = x_NI.new_empty(x_NI.shape[0] if index_N is None else index_N.shape[0], num_rows)
     if not _word_block(of, parts["codes"], x_NI.shape[1]):
         return None
+    num_rows = parts["codes"].shape[0] // num_experts
+    y = x_NI.new_empty(x_NI.shape[0] if index_N is None else index_N.shape[0], num_rows)
     if y.numel() > 0:
         most = min(y.shape[0], num_experts + y.shape[0] // _tokens(x_NI))  # tiles, whatever rows each expert has
         _launch(of, parts, x_NI, y, most, num_rows=num_rows, index_N=index_N, ends_E=ends_E, factors=factors)

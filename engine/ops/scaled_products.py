@@ -20,7 +20,7 @@ product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,6 +74,23 @@ def is_scaled(of: Format | None) -> bool:
 def has_gradient(of: Format) -> bool:
     """Returns whether dX is a product of codes: where no block of 128 rows is divided, by a cut or in a stack."""
     return SCALED_FORMATS[of.name].has_gradient and of.granule == of.rows
+
+
+def require_some_scaled(base_dtype: str | None, found: Sequence[object]) -> None:
+    """Refuses a model whose products are all of decoded numbers.
+
+    Args:
+        base_dtype: as model.base_dtype.
+        found: its linears, or their formats, that have products of codes.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not found:
+        raise UserError(
+            f"model.base_products is codes and model.base_dtype is {base_dtype}, but no frozen linear is in fp8_block, "
+            "mxfp8 or nvfp4: set model.base_products to decoded."
+        )
 
 
 def require_scaled_device(of: Format, device: torch.device, what: str) -> None:

@@ -21,7 +21,7 @@ from itertools import chain
 from engine.layers.branch import LinearShape
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models.decoder import Part
-from engine.ops.scaled_products import require_scaled_major
+from engine.ops.scaled_products import require_scaled_major, require_some_scaled
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
 from engine.planning.launch_times import launch_seconds
@@ -332,7 +332,7 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     shape, microbatches = model.shape, workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
     check_encoding(machine, workload.base_dtype)
-    _check_products_of_codes(machine, shape)
+    _check_products_of_codes(workload, machine, shape)
     times = _Times(workload, layout, model, machine, memory)
     costs, busiest, ranks = _costs(times, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
@@ -375,8 +375,10 @@ def _forwards(costs: Costs, plan: PipelinePlan, microbatches: int) -> float:
     return microbatches * max(ranks) + sum(ranks) - max(ranks)
 
 
-def _check_products_of_codes(machine: Machine, shape: ModelShape) -> None:
-    """Refuses a GPU without products of codes in the formats of linears that round their inputs."""
+def _check_products_of_codes(workload: Workload, machine: Machine, shape: ModelShape) -> None:
+    """Refuses products of codes that no linear of the model has, or not on this GPU."""
+    if workload.rounds_inputs:
+        require_some_scaled(workload.base_dtype, shape.rounding)
     if machine.major is not None:
         for of in shape.rounding:
             require_scaled_major(of, machine.major, "the base", f"{machine.name} has {machine.major}.x")

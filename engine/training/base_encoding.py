@@ -33,6 +33,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding, Formats
+from engine.ops.scaled_products import require_some_scaled
 from engine.sentences import listed
 from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
@@ -122,11 +123,8 @@ def check_base(
     model = meta_model(
         decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
     )
-    if base.rounds_inputs and not rounding_names(model):
-        raise UserError(
-            f"model.base_products is codes and model.base_dtype is {config.model.base_dtype}, but no frozen linear is "
-            "in fp8_block, mxfp8 or nvfp4: set model.base_products to decoded."
-        )
+    if base.rounds_inputs:
+        require_some_scaled(config.model.base_dtype, rounding_names(model))
     if found := {entry.encoding.name for entry in encoded_entries(model)}:
         merged = merged_names(model)
         if config.model.base_dtype == STORED and merged and weights is not None:

@@ -298,6 +298,9 @@ def test_a_model_that_trains_in_full_is_refused() -> None:
         and "set model.base_dtype to null" in message
     )
     check_base(config, CONFIG, TrainingPlan(trains=lambda module: "q_proj" in module))
+    codes = RunConfig(model=ModelOptions(path="x", base_dtype="nvfp4", base_products="codes"), trainable=("*",))
+    message = _refusal(lambda: check_base(codes, CONFIG, TrainingPlan(trains=lambda module: True)))
+    assert "no frozen linear is in fp8_block, mxfp8 or nvfp4: set model.base_products to decoded" in message
     plain = RunConfig(model=ModelOptions(path="x"), trainable=("*",))
     check_base(plain, CONFIG, TrainingPlan(trains=lambda module: True))
 

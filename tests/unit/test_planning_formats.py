@@ -24,6 +24,7 @@ from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout, predict_static
 from engine.planning.rank_layout import Companion, Layout, Workload
 from engine.planning.shapes import ModelShape
+from engine.planning.step_time import predict_time
 from engine.planning.stored_formats import stored_formats
 from engine.planning.traces import rank_model
 from engine.training.module_plan import training_plan
@@ -269,6 +270,11 @@ def test_an_answer_names_products_of_codes(tmp_path: Path) -> None:
     assert "\n  base_products: codes\n" in told
     with pytest.raises(UserError, match=r"base is in nvfp4, .* capability 10.0 or newer, but h100-80 has 9.x: set"):
         ask(_asked(tmp_path, *codes, "--machine", "h100-80"))
+
+
+def test_products_of_codes_that_no_linear_has() -> None:
+    with pytest.raises(UserError, match="base_dtype is mxfp4, but no frozen linear is in fp8_block, mxfp8 or nvfp4"):
+        predict_time(replace(_in("mxfp4", SMALL), rounds_inputs=True), Layout(), MemoryPlan(), H200)
 
 
 def test_a_teacher_has_decoded_products() -> None:

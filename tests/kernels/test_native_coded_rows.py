@@ -52,6 +52,12 @@ def _product(of: Format, parts: dict[str, Tensor], x: Tensor, rows: int) -> Tens
     return out.clone()
 
 
+def _plain(of: Format, parts: dict[str, Tensor], x: Tensor, rows: int) -> Tensor:
+    out = x.new_empty(x.shape[0], rows)
+    few_rows_product(of, parts, x, out)
+    return out
+
+
 @of_every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_numbers(name: str, dtype: torch.dtype) -> None:
@@ -126,6 +132,13 @@ def test_any_number_of_threads(name: str) -> None:
         return tuple(_product(of, parts, _rows(6, 200, dtype), 400) for dtype in DTYPES)
 
     assert_same_on_any_threads(run)
+
+
+def test_rows_with_gaps() -> None:
+    """As torch's product takes them: columns of a matrix, and one row for all."""
+    of, parts = KINDS["nvfp4"], drawn_parts(KINDS["nvfp4"], 40, 64, 0)
+    for x in (_rows(64, 3, torch.float32).t(), _rows(1, 64, torch.float32).expand(3, -1)):
+        assert torch.equal(_product(of, parts, x.contiguous(), 40), _plain(of, parts, x, 40))
 
 
 def test_another_dtype() -> None:

@@ -86,8 +86,10 @@ def few_rows_product(of: Format, parts: Mapping[str, Tensor], x_TI: Tensor, out_
 
     Args:
         of, parts: of W [O, I].
-        x_TI, out_TO: of one dtype, rows any distance apart.
+        x_TI: any strides; copied where a row has gaps.
+        out_TO: of its dtype, rows any distance apart.
     """
+    x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     (rows, columns), outputs = x_TI.shape, out_TO.shape[1]
     if not _compiled(of, x_TI):
         w_OI = x_TI.new_empty(outputs, columns)

@@ -1,6 +1,6 @@
 """Reads a rank's part of a matrix in few bits: its codes and scales, or the numbers that they mean.
 
-What is decoded are the rows and columns that are asked for, and no whole matrix.
+Only the rows and columns that are asked for are decoded, and no whole matrix.
 """
 
 from __future__ import annotations

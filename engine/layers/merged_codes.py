@@ -2,7 +2,7 @@
 
 A merge-aware linear merges its matrix for each product, and rounds it (engine.ops.merged_weight). Where the adapters
 stay as they are for many passes, as when text is generated, the codes of the merged weights are written in place of the
-base's, and products read them as those of any encoded weight: the same numbers, bit for bit. What moves memory
+base's, and products read them as those of any encoded weight: the same numbers, bit for bit. Storage
 (engine.layers.storage) moves these codes as it does the base's, and graphs read them where they lie.
 
 Meanwhile nothing may train, and there is no model without its adapters. The base comes back from a copy of its codes,

@@ -47,7 +47,7 @@ class ScaledFormat:
     """The demands of a format's products of codes on a GPU.
 
     Args:
-        columns: both dimensions of the product that lie along groups divide by it; others by 16.
+        columns: of the dimensions along groups, which are multiples of it; others are of 16.
         majors: of the compute capability.
         cuda: the oldest version that torch may be built for.
         has_gradient: whether dX is a product of codes too.
@@ -204,6 +204,7 @@ def gpu_multiply(of: Format, a: Parts, b: Parts, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _major(device: torch.device) -> int:
+    """Returns the first number of a GPU's compute capability; of shapes alone, as the planner has them, a Hopper's."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 

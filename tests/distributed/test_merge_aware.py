@@ -69,7 +69,7 @@ QUICK: list[tuple[str, ShardLevel, str]] = [
 
 
 class Outcome(NamedTuple):
-    """What is compared: the first step's gradients, the losses, the merged numbers of its forward, and evaluations
+    """The results of a run: the first step's gradients, the losses, the merged numbers of its forward, and evaluations
     after all steps, of which the middle one is with codes that are merged before its first pass."""
 
     gradients: list[NamedShard]

@@ -48,7 +48,7 @@ tests/unit/test_rounded_inputs.py."""
 
 
 class Outcome(NamedTuple):
-    """What is compared."""
+    """The compared results of a run."""
 
     losses: list[float]
     norms: list[float]

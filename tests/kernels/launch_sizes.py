@@ -53,7 +53,7 @@ class Adapters:
 
 
 class Case(NamedTuple):
-    """What is launched under a name, from the compute capability `since` on."""
+    """The launches under a name, from the compute capability `since` on."""
 
     name: str
     launch: Callable[[], object]

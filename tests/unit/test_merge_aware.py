@@ -77,7 +77,7 @@ def _scales(base: str, parts: dict[str, Tensor]) -> Tensor:
 
 
 def _sizes(base: str) -> Tensor:
-    """What the format's codes are worth under a scale of 1, of codes with a sign without it."""
+    """The worth of the format's codes under a scale of 1, of codes with a sign without it."""
     if base.startswith("int"):
         half = 1 << (int(base[3:]) - 1)
         return torch.arange(-half, half).float()

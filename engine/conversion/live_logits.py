@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reader import Renamed, TensorReader
 from engine.checkpoint.reshard import Box
 from engine.conversion.lora_scales import Scale, scale_of
-from engine.conversion.merged_model import LORA_A, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
+from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, Part, build_decoder
@@ -63,6 +63,31 @@ class Overlay(TensorReader):
 
     def _of(self, name: str) -> TensorReader:
         return self._front if self._back is None or name in self._front else self._back
+
+
+class RoundedFactors(Renamed):
+    """A run's trained values with the factors A and B as its products had them, in the dtype of its model: a
+    merge-aware run rounds codes from these, and not from the fp32 that its checkpoint has.
+
+    Args:
+        trained: has the values.
+        dtype: of the run's model.
+    """
+
+    def __init__(self, trained: TensorReader, dtype: torch.dtype) -> None:
+        super().__init__(trained, {name: name for name in trained.tensor_names()})
+        self._factors = dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._factors if _is_factor(name) else super().dtype(name)
+
+    def view(self, name: str, index: int) -> Tensor:
+        stored = super().view(name, index)
+        return stored.to(self._factors) if _is_factor(name) else stored
+
+
+def _is_factor(name: str) -> bool:
+    return name.rpartition(".")[2] in (LORA_A, LORA_B)
 
 
 def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from engine.checkpoint.folder import ADAPTER_CONFIG, CONFIG
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.manifest import MANIFEST
@@ -29,8 +31,9 @@ from engine.config.model import DType, ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
 from engine.conversion.commands import open_trained
+from engine.conversion.live_logits import RoundedFactors
 from engine.conversion.lora_scales import Scale
-from engine.conversion.merged_model import MergedSource, fully_trained
+from engine.conversion.merged_model import LORA_A, MergedSource, fully_trained
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.proof import Live, live_model
 from engine.distributed.mesh import Axis, Mesh, build_mesh
@@ -123,6 +126,8 @@ def open_for_generation(
         if line is not None:
             log.info(line)
     dtype_name: DType = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
+    if live.plan.merge_aware and (line := _other_factors(live.tensors, dtype_name)) is not None:
+        log.warning(line)
     options = RunConfig(
         model=ModelOptions(
             path=str(source.model.path), dtype=dtype_name, base_dtype=choice.base_dtype, kernels=choice.kernels
@@ -188,9 +193,9 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
         _refuse_adapter(choice.path)
         source = open_source(choice.path)
         return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN, ()
-    source, trained, scale, encoded, tokenizer, merges = _adapter(choice, log)
+    source, trained, scale, encoded, tokenizer, factors = _adapter(choice, log)
     # what is stored has the same numbers when it is decoded
-    is_same = encoded == STORED and choice.base_dtype is None and not merges
+    is_same = encoded == STORED and choice.base_dtype is None and factors is None
     if encoded not in (None, choice.base_dtype) and not is_same:
         log.warning(
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
@@ -198,12 +203,25 @@ def live_sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Tra
         )
     merged = MergedSource(source.model, source, trained, scale=scale)
     live = live_model(merged.model.decoder, merged.base, trained, scale)
-    if merges and encoded == choice.base_dtype:
+    if factors is not None and encoded == choice.base_dtype:
+        live = live_model(live.config, merged.base, RoundedFactors(trained, factors), scale)
         live = live._replace(plan=replace(live.plan, merge_aware=True))
     full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
     if full and choice.base_dtype is not None:  # modules trained in full were not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
     return source, live, tokenizer, tuple(sorted(full))
+
+
+def _other_factors(tensors: TensorReader, dtype_name: DType) -> str | None:
+    """Returns a warning where a merge-aware run's factors, as it merged them, are no numbers of this dtype."""
+    factors = next(tensors.dtype(name) for name in tensors.tensor_names() if name.endswith(f".{LORA_A}"))
+    if torch.promote_types(factors, TORCH_DTYPES[dtype_name]) == TORCH_DTYPES[dtype_name]:
+        return None
+    trained = str(factors).removeprefix("torch.")
+    return (
+        f"the merge-aware run merged adapters in {trained}, and --dtype {dtype_name} rounds them first, so that some "
+        f"codes are others: --dtype {trained} gives the model that was trained"
+    )
 
 
 def _refuse_adapter(path: Path) -> None:
@@ -224,7 +242,8 @@ class _Adapter(NamedTuple):
         trained: values, and `scale` theirs.
         encoded: encoding of the base in training; None where it had none or is not known.
         tokenizer: the one that they were trained with.
-        merges: the base took them before it was rounded to that encoding.
+        factors: dtype of the factors that the base took before it was rounded to that encoding; None where they stayed
+            beside it.
     """
 
     source: WeightSource
@@ -232,7 +251,7 @@ class _Adapter(NamedTuple):
     scale: Scale
     encoded: str | None
     tokenizer: TrainedTokenizer
-    merges: bool = False
+    factors: torch.dtype | None = None
 
 
 def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
@@ -257,11 +276,10 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
             "--format hf, and give the result to --model."
         )
     tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)
-    merges = bool(checkpoint.lora.get("merge_aware"))
     encoded = checkpoint.base.get("dtype")
     if checkpoint.base.get("products") == "codes":
         log.info("note: trained with model.base_products codes, whose inputs are rounded; here they are not")
-    return _Adapter(trained.weights, trained.values, trained.scale, encoded, tokenizer, merges)
+    return _Adapter(trained.weights, trained.values, trained.scale, encoded, tokenizer, trained.merged_factors)
 
 
 def _layout(

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,24 @@ def test_generation_has_the_codes_of_the_export_and_the_bases_again(run: Path, m
         assert _codes(opened, models / "hf") == 35
     assert opened.use_adapters(True) == 35
     assert _codes(opened, tmp_path / "exported") == 35
+
+
+def test_generation_has_a_runs_codes_in_another_dtype_too(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Factors are merged as the run had them, in 16 bits, and not as the fp32 of its checkpoint."""
+    asked = {**settings, "model.dtype": "bfloat16", "train.steps": 2, "train.eval_every": 100}
+    train(load_config(options({**asked, "checkpoint.dir": tmp_path / "run"})))
+    export(tmp_path / "run", tmp_path / "exported", format="hf")
+    choice = ModelChoice(path=None, adapter=tmp_path / "run", base_dtype="stored", dtype="float32")
+    opened = open_for_generation(choice, Launch(rank=0, world_size=1, device=torch.device("cpu")), Log(1))
+    assert _codes(opened, tmp_path / "exported") == 35
+
+
+def test_a_dtype_that_rounds_a_runs_factors_is_named(run: Path) -> None:
+    for dtype, is_said in (("bfloat16", True), ("float32", False)):
+        said = StringIO()
+        choice = ModelChoice(path=None, adapter=run, base_dtype="stored", dtype=dtype)
+        open_for_generation(choice, Launch(rank=0, world_size=1, device=torch.device("cpu")), Log(stream=said))
+        assert ("--dtype float32 gives the model that was trained" in said.getvalue()) is is_said
 
 
 def test_answers_beside_the_bases(run: Path, models: Path) -> None:

@@ -64,7 +64,7 @@ def model_choice(config: RunConfig, folder: Path) -> ModelChoice:
         return ModelChoice(path=Path(config.model.path), adapter=folder, download=config.hub.download)
     if (folder / "config.json").is_file():
         return ModelChoice(path=folder)
-    return ModelChoice(path=None, adapter=folder, download=config.hub.download)
+    return ModelChoice(path=None, adapter=folder, base_dtype=config.model.base_dtype, download=config.hub.download)
 
 
 def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> OpenTeacher:
@@ -84,7 +84,7 @@ def open_teacher(config: RunConfig, folder: Path, world_size: int, log: Log) -> 
             config.model, path=str(source.model.path), init="checkpoint", base_dtype=base, base_products="decoded"
         ),
         trainable=(),
-        lora=replace(config.lora, rank=0, init_from=None),
+        lora=replace(config.lora, rank=0, init_from=None, merge_aware=False),
         train=replace(config.train, router_aux_loss_coef=0.0),
         memory=replace(config.memory, cuda_graph="none"),
     )

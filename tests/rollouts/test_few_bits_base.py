@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import export
 from tests.support.few_bits import draw_in_few_bits
-from tests.support.rollout_runs import rollout_settings, stepped
+from tests.support.rollout_runs import rollout_settings, run_here, stepped
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 from tests.support.teachers import distilled_settings
@@ -76,3 +77,19 @@ def test_teachers_have_the_formats_that_they_are_stored_in(tmp_path: Path) -> No
     stored = {**settings, "model.base_dtype": "stored"}
     few, decoded = (stepped({**stored, "distillation.teachers": f"[{one}]"}, 1)[0] for one in teachers)
     assert few["completions"] == decoded["completions"] and few["loss"] == decoded["loss"] > 0
+
+
+def test_a_merge_aware_run_teaches_as_its_merged_model_does(tmp_path: Path) -> None:
+    """The teacher's adapters are in its codes, as in those that its export has, beside a model that merges too."""
+    settings = distilled_settings(tmp_path, ("other",), model__init="checkpoint", model__base_dtype="stored")
+    settings |= {"lora.merge_aware": "true", "lora.alpha": 64, "model.dtype": "bfloat16", "train.steps": 1}
+    for name in ("model", "other"):
+        draw_in_few_bits(tmp_path / name, "nvfp4")
+    run_here({**settings, "optim.lr": 0.1})
+    export(tmp_path / "run", tmp_path / "merged", format="hf")
+    settings["checkpoint.dir"] = tmp_path / "another"
+    found = []
+    for name in ("run", "merged"):
+        step = stepped({**settings, "distillation.teachers": f"[{tmp_path / name}]"}, 1)[0]
+        found.append((step["completions"], step["loss"], step[f"teachers/{name}/kl"]))
+    assert found[0] == found[1] and found[0][2] > 0.01

@@ -20,10 +20,12 @@ _SAME = (
     "model.path",
     "model.dtype",
     "model.base_dtype",
+    "model.base_products",
     "data.seq_length",
     "train.global_batch_size",
     "lora.rank",
     "lora.targets",
+    "lora.merge_aware",
     "trainable",
     "objective.name",
 )

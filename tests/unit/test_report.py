@@ -170,13 +170,17 @@ def test_two_runs_beside_each_other(tmp_path: Path) -> None:
     assert "All options are equal" in seen.text
 
 
-def test_runs_of_other_work_are_not_compared_in_speed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "option", "value"),
+    [("train", "global_batch_size", 16), ("model", "base_products", "codes"), ("lora", "merge_aware", True)],
+)
+def test_runs_of_other_work_are_not_compared_in_speed(section: str, option: str, value: object, tmp_path: Path) -> None:
     runs = [_write(tmp_path / "a", ranks=2, steps=4), _write(tmp_path / "b", ranks=4, steps=4)]
     config = yaml.safe_load((runs[1] / "config.yaml").read_text(encoding="utf-8"))
-    config["train"]["global_batch_size"] = 16
+    config.setdefault(section, {})[option] = value
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     text = _Text(page(read_runs(runs))).text
-    assert "the runs differ in train.global_batch_size" in text and "in proportion" not in text
+    assert f"the runs differ in {section}.{option}" in text and "in proportion" not in text
 
 
 def test_a_long_loss_is_smoothed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from engine.ops.quantized_products import (
     QuantizedWeight,
     RowCodes,
     input_gradient,
+    plain_product,
     product,
     product_of_few_rows,
     product_of_rows,
@@ -89,14 +90,16 @@ class BaseEncoding:
         return cls(formats=lambda weight_name: name, arithmetic=arithmetic, operands=operands)
 
     def row_invariant(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> BaseEncoding:
-        """Returns the same with products in which no row's bits depend on the number of rows, on a CPU.
+        """Returns the same with products in which no row's bits depend on the number of rows, on a CPU; but for FP8,
+        whose inputs share a scale.
 
         Args:
             multiply: such a product, in fp32.
         """
         arithmetic = replace(self.arithmetic, few_rows_product=None, expert_rows_product=None)
         groups = partial(plain_multiply, decode=arithmetic.block_decode, multiply=multiply)
-        return replace(self, arithmetic=arithmetic, operands=replace(self.operands, multiply_groups=groups))
+        operands = replace(self.operands, multiply=partial(plain_product, multiply=multiply), multiply_groups=groups)
+        return replace(self, arithmetic=arithmetic, operands=operands)
 
     def common(self, weight_names: Sequence[str]) -> Encoding | None:
         """Returns the encoding of weights that one product reads; None where it is not the same for all of them."""

@@ -108,13 +108,14 @@ def plain_product(
     *,
     fast: bool,
     out: Tensor | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm,
 ) -> Tensor:
-    """Computes a `ScaledProduct` in fp32, on any device."""
+    """Computes a `ScaledProduct` in fp32, on any device, by the given product."""
     y = a_TK.new_empty(a_TK.shape[0], b_KN.shape[1], dtype=dtype) if out is None else out
     wide = a_TK.float()
     for first in range(0, b_KN.shape[1], _WIDE_COLUMNS):
         columns = slice(first, first + _WIDE_COLUMNS)
-        block = (wide @ b_KN[:, columns].float()).mul_(scale_a)
+        block = multiply(wide, b_KN[:, columns].float()).mul_(scale_a)
         y[:, columns] = block.mul_(scale_b if scale_b.dim() == 0 else scale_b[:, columns])
     return y
 

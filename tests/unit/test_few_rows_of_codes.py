@@ -110,7 +110,7 @@ def test_rows_that_depend_on_no_number_of_rows() -> None:
 
 
 @pytest.mark.skipif(not native_status().available, reason=native_status().reason)
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4", "fp8_row"])
 def test_products_of_codes_that_depend_on_no_number_of_rows(name: str) -> None:
     """torch's product may give one row other bits than many."""
     backend = choose_quantized("native", torch.device("cpu"))
@@ -120,7 +120,8 @@ def test_products_of_codes_that_depend_on_no_number_of_rows(name: str) -> None:
     weight = QuantizedWeight(
         encoding=code, parts=code.encode(_random(256, 512)), in_features=512, sections=(256,), operands=base.operands
     )
-    rounding = ScaledWeight(weight=weight, dtype=torch.float32, scratch=Scratch())
+    kind = EncodedWeight if name == "fp8_row" else ScaledWeight
+    rounding = kind(weight=weight, dtype=torch.float32, scratch=Scratch())
     x = _random(70, 512)
     y = rounding.product(x, None)
     for count in (1, 2, 33):

@@ -19,7 +19,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.low_precision.kept_format import stored_format
 from engine.errors import UserError
-from engine.quantization.shipped.config import KNOWN_KEYS, encoding_of
+from engine.quantization.shipped.config import GROUP_KEYS, GROUP_WEIGHT_KEYS, KNOWN_KEYS, encoding_of
 from engine.quantization.shipped.floats import Floats
 from tests.support.family_models import batch_of, engine_model, stock_losses
 from tests.support.format_parts import SPELLINGS, drawn_parts
@@ -448,6 +448,27 @@ def test_keys_that_transformers_writes_are_known(library: str) -> None:
 
     written = inspect.signature(getattr(quantization_config, library).__init__).parameters.keys()
     assert written - {"self", "kwargs", "quant_method"} <= KNOWN_KEYS[LIBRARIES[library]]
+
+
+def test_keys_of_groups_are_those_of_compressed_tensors() -> None:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    assert set(QuantizationScheme.model_fields) == GROUP_KEYS
+    assert set(QuantizationArgs.model_fields) == GROUP_WEIGHT_KEYS
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
+def test_keys_of_a_groups_weights_that_are_not_known_are_named(method: str) -> None:
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "rotation": 4, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "shift": 2, "input_activations": {"more": 1}}}
+    config: dict[str, Any] = {"quant_method": method, "config_groups": groups}
+    config |= {"quant_algo": "MIXED_PRECISION"} if method == "modelopt" else {"format": "nvfp4-pack-quantized"}
+    encoding = encoding_of({"quantization_config": config})
+    assert encoding is not None and encoding.unknown is not None
+    assert " has config_groups.group_0.shift, config_groups.group_0.weights.rotation, of no" in encoding.unknown
+    del weights["rotation"], groups["group_0"]["shift"]
+    encoding = encoding_of({"quantization_config": config})
+    assert encoding is not None and encoding.unknown is None
 
 
 def test_an_adapter_that_outputs_have_too_is_named() -> None:

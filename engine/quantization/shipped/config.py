@@ -8,7 +8,7 @@ tensors are known, they decide whether a weight is in few bits, and the config s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
@@ -52,6 +52,15 @@ KNOWN_KEYS: dict[str, frozenset[str]] = {
 }
 """Keys of each quant_method that are read, and then those that no number depends on: about activations and caches, how
 codes were found, and how libraries compute with them. Which modules are in few bits the tensors say."""
+GROUP_KEYS = frozenset(("targets", "weights", "input_activations", "output_activations", "format"))
+"""Keys of a group of modules in `config_groups`."""
+GROUP_WEIGHT_KEYS = frozenset(
+    (
+        "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder", "scale_dtype",
+        "zp_dtype", "dynamic", "observer", "observer_kwargs",
+    )
+)  # fmt: skip
+"""Keys of a group's weights: those that are read or that no stored number depends on."""
 _TEXTS = ("text_config", "llm_config")
 """Where a config may have the language model's, which may have the encoding."""
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
@@ -91,9 +100,9 @@ class ShippedEncoding:
         is_modelopt = self.method.startswith("modelopt")
         known = KNOWN_KEYS["modelopt" if is_modelopt else self.method] | {"quant_method"}
         inside = self.raw.get("quantization") if is_modelopt else None
-        left = sorted(key for key, value in self.raw.items() if value and key not in known)
+        left = [*_not_among(known, self.raw), *_of_groups(self.raw)]
         if isinstance(inside, Mapping):
-            left += sorted(f"quantization.{key}" for key, value in inside.items() if value and key not in known)
+            left += [f"quantization.{key}" for key in (*_not_among(known, inside), *_of_groups(inside))]
         return f"{KEY} has {listed(left)}, of no meaning here and not read" if left else None
 
     def spelling(self, module: str) -> Spelling | None:
@@ -112,6 +121,21 @@ class ShippedEncoding:
         """
         spelling = self.spelling(module)
         return None if spelling is None else spelling.format
+
+
+def _not_among(known: Collection[str], raw: object) -> list[str]:
+    """Returns the keys of a mapping that have a value and are not known."""
+    return sorted(key for key, value in raw.items() if value and key not in known) if isinstance(raw, Mapping) else []
+
+
+def _of_groups(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the places of keys of weights, in groups of modules, that are not known."""
+    groups = raw.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping):
+            yield from (f"config_groups.{name}.{key}" for key in _not_among(GROUP_KEYS, group))
+            weights = _not_among(GROUP_WEIGHT_KEYS, group.get("weights"))
+            yield from (f"config_groups.{name}.weights.{key}" for key in weights)
 
 
 def encoding_of(hf_config: Mapping[str, Any]) -> ShippedEncoding | None:

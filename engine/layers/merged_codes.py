@@ -38,8 +38,8 @@ def merge_codes(parts: Iterable[nn.Module]) -> int:
     return sum(len(storage.merged) for storage in storages)
 
 
-def codes_are_the_bases(parts: Iterable[nn.Module]) -> None:
-    """Says that the codes of the base were read again in place of the merged ones."""
+def mark_as_base(parts: Iterable[nn.Module]) -> None:
+    """Marks codes as the base's, which were read again in place of the merged ones."""
     for storage in merging_storages(parts):
         storage.state.in_codes = False
 

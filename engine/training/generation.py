@@ -42,7 +42,7 @@ from engine.errors import UserError
 from engine.inference.options import ModelChoice
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
-from engine.layers.merged_codes import codes_are_the_bases, merge_codes, merging_storages
+from engine.layers.merged_codes import mark_as_base, merge_codes, merging_storages
 from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
@@ -93,7 +93,7 @@ class OpenedModel:
             return merge_codes((self.decoder,))
         if any(one.state.in_codes for one in merging_storages((self.decoder,))):
             self.read_base()
-            codes_are_the_bases((self.decoder,))
+            mark_as_base((self.decoder,))
         return 0
 
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:

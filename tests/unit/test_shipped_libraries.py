@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.low_precision.kept_format import stored_format
 from engine.errors import UserError
-from engine.quantization.shipped.config import GROUP_KEYS, GROUP_WEIGHT_KEYS, KNOWN_KEYS, encoding_of
+from engine.quantization.shipped.config import encoding_of
 from engine.quantization.shipped.floats import Floats
 from tests.support.family_models import batch_of, engine_model, stock_losses
 from tests.support.format_parts import SPELLINGS, drawn_parts
@@ -434,58 +433,6 @@ def test_a_matrix_with_several_scales_is_not_stored_with_one() -> None:
     assert spelling.store(first, 32)[".weight_global_scale"].tolist() == first["tensor_scale"][:1].tolist()
     with pytest.raises(UserError, match="each with a scale of its own, and NVFP4 has one for a matrix"):
         spelling.store(parts, 32)
-
-
-LIBRARIES = {
-    "GPTQConfig": "gptq", "AwqConfig": "awq", "CompressedTensorsConfig": "compressed-tensors",
-    "FineGrainedFP8Config": "fp8", "Mxfp4Config": "mxfp4",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_keys_that_transformers_writes_are_known(library: str) -> None:
-    from transformers.utils import quantization_config
-
-    written = inspect.signature(getattr(quantization_config, library).__init__).parameters.keys()
-    assert written - {"self", "kwargs", "quant_method"} <= KNOWN_KEYS[LIBRARIES[library]]
-
-
-def test_keys_of_groups_are_those_of_compressed_tensors() -> None:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    assert set(QuantizationScheme.model_fields) == GROUP_KEYS
-    assert set(QuantizationArgs.model_fields) == GROUP_WEIGHT_KEYS
-
-
-@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
-def test_keys_of_a_groups_weights_that_are_not_known_are_named(method: str) -> None:
-    weights = {"num_bits": 4, "type": "float", "group_size": 16, "rotation": 4, "dynamic": False}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "shift": 2, "input_activations": {"more": 1}}}
-    config: dict[str, Any] = {"quant_method": method, "config_groups": groups}
-    config |= {"quant_algo": "MIXED_PRECISION"} if method == "modelopt" else {"format": "nvfp4-pack-quantized"}
-    encoding = encoding_of({"quantization_config": config})
-    assert encoding is not None and encoding.unknown is not None
-    assert " has config_groups.group_0.shift, config_groups.group_0.weights.rotation, of no" in encoding.unknown
-    del weights["rotation"], groups["group_0"]["shift"]
-    encoding = encoding_of({"quantization_config": config})
-    assert encoding is not None and encoding.unknown is None
-
-
-def test_an_adapter_that_outputs_have_too_is_named() -> None:
-    """GPTQModel's EoRA, which no weight has in it."""
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "meta": {"x": 1}, "adapter": {"path": "eora"}}
-    encoding = encoding_of({"quantization_config": config})
-    assert encoding is not None and encoding.unknown is not None and " has adapter, of no" in encoding.unknown
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_keys_that_are_not_known_are_named_in_one_line(inside: bool, tmp_path: Path) -> None:
-    config = {"quant_algo": "NVFP4", "ignore": ["lm_head"], "rotation": {"size": 4}, "empty": {}}
-    replaced(tmp_path, "llama fused", nvfp4, {"quantization": config, "producer": {}} if inside else config)
-    note = open_source(tmp_path).encoding_note(decodes=True)
-    named = "quantization.rotation" if inside else "rotation"
-    assert note is not None and "\n" not in note
-    assert note.endswith(f"; quantization_config has {named}, of no meaning here and not read")
 
 
 HOSTILE = (None, -1, 0, 3, 10**30, 1.5, float("nan"), True, "x", "re:(", [], [None], ["x"], {}, {"x": 1}, {"x": {}})

@@ -45,8 +45,8 @@ def add_model_options(parser: argparse.ArgumentParser, model: argparse._Argument
     model.add_argument(
         "--adapter",
         type=Path,
-        help="folder of a PEFT adapter, a run or one of its checkpoints; applied beside the base, or merged into its "
-        "codes where it was trained merge-aware",
+        help="folder of a PEFT adapter, a run or one of its checkpoints; applied beside the base, or, of a run trained "
+        "merge-aware with this --base-dtype, merged into its codes",
     )
     model.add_argument("--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)")
     model.add_argument("--tokenizer", type=Path, help="folder or file of the tokenizer (default: the model's)")

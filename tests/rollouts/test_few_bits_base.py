@@ -69,16 +69,17 @@ def test_codes_that_are_merged_once_change_no_layouts_samples(layout: str, tmp_p
 
 
 def test_teachers_have_the_formats_that_they_are_stored_in(tmp_path: Path) -> None:
-    """Beside a model in few bits, one in other few bits teaches as its numbers in a checkpoint in 32 bits do."""
+    """Beside a merge-aware model in few bits, one in other few bits teaches as its numbers in a checkpoint in 32 bits do."""
     settings = distilled_settings(tmp_path, ("other",))
     draw_in_few_bits(tmp_path / "model", "nvfp4")
     draw_in_few_bits(tmp_path / "other", "fp8_channel")
     teachers = [tmp_path / "other", tmp_path / "other" / "few" / "decoded"]
-    stored = {**settings, "model.base_dtype": "stored"}
+    stored = {**settings, "model.base_dtype": "stored", "lora.merge_aware": "true"}
     few, decoded = (stepped({**stored, "distillation.teachers": f"[{one}]"}, 1)[0] for one in teachers)
     assert few["completions"] == decoded["completions"] and few["loss"] == decoded["loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_merge_aware_run_teaches_as_its_merged_model_does(tmp_path: Path) -> None:
     """The teacher's adapters are in its codes, as in those that its export has, beside a model that merges too."""
     settings = distilled_settings(tmp_path, ("other",), model__init="checkpoint", model__base_dtype="stored")

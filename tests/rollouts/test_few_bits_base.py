@@ -69,7 +69,7 @@ def test_codes_that_are_merged_once_change_no_layouts_samples(layout: str, tmp_p
 
 
 def test_teachers_have_the_formats_that_they_are_stored_in(tmp_path: Path) -> None:
-    """Beside a merge-aware model in few bits, one in other few bits teaches as its numbers in a checkpoint in 32 bits do."""
+    """Beside a merge-aware model, one in other few bits teaches as its numbers in a checkpoint in 32 bits do."""
     settings = distilled_settings(tmp_path, ("other",))
     draw_in_few_bits(tmp_path / "model", "nvfp4")
     draw_in_few_bits(tmp_path / "other", "fp8_channel")

@@ -24,6 +24,7 @@ import os, signal, sys
 from pathlib import Path
 from engine.conversion.import_export import Work, import_checkpoint
 from engine.checkpoint.model_weights import open_source
+from tests.unit.checkpoint_models import total_bytes
 
 done = 0
 

@@ -155,8 +155,9 @@ def check_pairs(config: RunConfig) -> None:
          "lora.merge_aware is true and lora.rank is 0, so that there is nothing to merge: set lora.rank to for example "
          "16, or lora.merge_aware to false."),
         (model.base_products == "codes" and model.base_dtype not in SCALED_DTYPES,
-         f"model.base_products is codes and model.base_dtype is {model.base_dtype or 'null'}, whose products are not "
-         f"chosen: set model.base_dtype to one of {listed(SCALED_DTYPES)}, or model.base_products to decoded."),
+         f"model.base_products is codes and model.base_dtype is {model.base_dtype or 'null'}, where there is no such "
+         f"product to choose: set model.base_dtype to one of {listed(SCALED_DTYPES)}, or model.base_products to "
+         "decoded."),
         (model.base_products == "codes" and lora.merge_aware,
          "model.base_products is codes and lora.merge_aware is true, which multiplies by numbers that are rounded in "
          "each step: set model.base_products to decoded, or lora.merge_aware to false."),

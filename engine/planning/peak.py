@@ -15,6 +15,7 @@ from itertools import chain
 
 from engine.choices import STORED
 from engine.kernels import reference_formats
+from engine.kernels.formats import FORMATS
 from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
 from engine.ops.head_loss import BLOCK_BYTES
@@ -341,18 +342,19 @@ class _Rank:
     def _load(self, static: Parts) -> int:
         """Counts loading: weights, masters and gradients without moments, and one tensor in the dtype it is stored in,
         at most fp32; beside a base in few bits in that of the model, as a rule. Encoding it takes copies of a chunk of
-        it, see `engine.kernels.reference_quantize`."""
-        groups = list(self._groups())
+        it, see `engine.kernels.reference_quantize`; gate and up are there together where they share a scale."""
+        groups, base = list(self._groups()), self._workload.base_dtype
         largest = max((group.largest for group in groups), default=0)
-        encoding, width = 0, WIDE
-        if self._workload.base_dtype == STORED:
+        encoding, width, together = 0, WIDE, 1
+        if base == STORED:
             width = self._workload.dtype.itemsize
-        elif (each := _ENCODING_BYTES.get(self._workload.base_dtype or "")) is not None:
+        elif (each := _ENCODING_BYTES.get(base or "")) is not None:
             encoding = min(largest, CHUNK) * each
-        elif self._workload.base_dtype is not None:
+        elif base is not None:
             encoding = min(largest, reference_formats.CHUNK) * _FORMAT_BYTES
+            together = 2 if FORMATS[base].has_tensor_scale else 1
         there = without(static, {name: static[name] for name in (OPTIMIZER, DECODED)})
-        return total(there) + largest * width + encoding
+        return total(there) + together * largest * width + encoding
 
     # A step.
 

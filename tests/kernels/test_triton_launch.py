@@ -35,7 +35,9 @@ def test_what_is_passed_arrives(cold: Cold) -> None:
     assert set(_launched(cases, cache=cache)) == {row["kernel"] for row in compiled.rows[90]}
 
 
-ROWS_ARE_SLOTS = {"paged_attention._split_kernel", "paged_attention._merge_kernel"}
+ROWS_ARE_SLOTS = {
+    "coded_rows._coded_rows_kernel", "paged_attention._split_kernel", "paged_attention._merge_kernel",
+}  # fmt: skip
 """Kernels of decoding, whose rows are the completions under way."""
 
 

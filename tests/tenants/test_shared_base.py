@@ -100,9 +100,12 @@ def test_each_trains_as_alone(
     if model == STORED:
         draw_in_few_bits(tmp_path, "nvfp4")
     runs = configs(tmp_path, adapters, **model)
-    # a run alone has B beside W, and so other roundings, which Adam magnifies where a gradient is tiny, as of some
-    # experts, and 1e-11 in a gated delta net; how much depends on the processor's products. A step is 1e-2
-    limit = 5e-5 if sizes is MIXTURE else 2e-3 if "full_attention_interval" in sizes else 1e-5
+    # a run alone has B beside W, and an expert's few rows from codes, and so other roundings, which Adam magnifies
+    # where a gradient is tiny, as of some experts, and 1e-11 in a gated delta net; how much depends on the processor's
+    # products. A step is 1e-2
+    limit = 2e-3 if "full_attention_interval" in sizes else 1e-5
+    if sizes is MIXTURE:
+        limit = 5e-4 if model == STORED else 5e-5
     base = SharedBase()
     together = [build(config, base) for config in runs]
     frozen = [

@@ -81,7 +81,6 @@ KNOWN = (
     Known(
         "coded_rows", "", r"out_ptr store|(factors\[[02]\]|parts\[2\]) load", "16 x 16 numbers, one a thread; scales"
     ),
-    Known("coded_rows", "float32", "leaves 1 block", "registers: sums outside of matrix units, of four rows"),
     Known("state_steps", "", "(load|store) ", "the vectors of one head, one number a thread"),
     Known("grouped._product", "", "leaves 1 block", "sums of 128 x 256, or all stages of a smaller tile, fill it"),
     Known("grouped._product", "dropped", "spills", "a mask's bits beside 128 sums a thread, before the walk"),

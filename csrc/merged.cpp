@@ -137,7 +137,7 @@ SIMD_INLINE Float spread(Float old, float scale, int64_t place) {
     return (4095.0f - 2.0f * __builtin_convertvector((Int)key, Float)) * 0x1p-13f;
 }
 
-// What the code nearest to number / scale is worth under a scale of 1, once this is moved by `shift` steps: outwards,
+// The value, under a scale of 1, of the code nearest to number / scale once this is moved by `shift` steps: outwards,
 // of integers upwards.
 template <int CODES>
 SIMD_INLINE Float nearest(Float quotient, int zero, Float shift = Float{}) {

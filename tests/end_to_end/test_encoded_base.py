@@ -13,7 +13,7 @@ from engine.config.load import load_config
 from engine.errors import UserError
 from engine.training.trainer import train
 from tests.support.commands import losses, options, run_tool
-from tests.support.shared_data import write_plays
+from tests.support.shared_data import settings_on_plays
 
 STEPS = 24
 ENCODINGS = ("nf4", "int8", "fp8", "fp8_row")
@@ -24,12 +24,8 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
     """The small trained Llama on a text of another kind, so that there is something to learn."""
-    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 60000)
-    return {
-        "model.path": stories_dir, "data.train": text, "data.seq_length": 128, "data.packing": "true",
-        "train.steps": STEPS, "train.micro_batch_size": 4, "train.global_batch_size": 8, "optim.lr": 3e-3,
-        "optim.warmup_steps": 3, "lora.rank": 8, "log.every": 1,
-    }  # fmt: skip
+    given = settings_on_plays(tmp_path_factory.mktemp("text"), stories_dir, data_dir, 60000)
+    return {**given, "train.steps": STEPS, "train.micro_batch_size": 4, "train.global_batch_size": 8}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from engine.config.load import load_config
 from engine.errors import UserError
 from engine.training.trainer import train
 from tests.support.commands import losses, options
-from tests.support.shared_data import write_plays
+from tests.support.shared_data import settings_on_plays
 from tests.support.sweeps import sampled
 
 STEPS = 12
@@ -18,12 +18,8 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
-    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 30000)
-    return {
-        "model.path": stories_dir, "data.train": text, "data.seq_length": 128, "data.packing": "true",
-        "train.steps": STEPS, "train.micro_batch_size": 4, "train.global_batch_size": 4, "optim.lr": 3e-3,
-        "optim.warmup_steps": 3, "lora.rank": 8, "log.every": 1,
-    }  # fmt: skip
+    given = settings_on_plays(tmp_path_factory.mktemp("text"), stories_dir, data_dir, 30000)
+    return {**given, "train.steps": STEPS, "train.micro_batch_size": 4, "train.global_batch_size": 4}
 
 
 def _train(settings: dict[str, object], folder: Path, base: str, products: str, **more: object) -> dict[int, float]:

@@ -24,3 +24,13 @@ def write_plays(path: Path, data_dir: Path, characters: int) -> Path:
     whole = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
     path.write_text(whole[:characters], encoding="utf-8")
     return path
+
+
+def settings_on_plays(folder: Path, stories_dir: Path, data_dir: Path, characters: int) -> dict[str, object]:
+    """Returns options that have the small trained Llama learn a text of another kind, which is written to `folder`; all
+    but steps and batches."""
+    text = write_plays(folder / "text.txt", data_dir, characters)
+    return {
+        "model.path": stories_dir, "data.train": text, "data.seq_length": 128, "data.packing": "true",
+        "optim.lr": 3e-3, "optim.warmup_steps": 3, "lora.rank": 8, "log.every": 1,
+    }  # fmt: skip

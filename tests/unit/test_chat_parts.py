@@ -194,7 +194,7 @@ def test_the_command_opens_a_run_with_its_adapter(tmp_path: Path, monkeypatch: p
 
 
 def test_a_base_that_cannot_be_read_again_leaves_the_adapter_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the codes that have the adapter some may be the base's by then: the model is opened again."""
+    """Some of the codes with the adapter may be the base's by then: the model is opened again."""
 
     class Opened:
         def __init__(self, arguments: argparse.Namespace, *_: Any, **given: Any) -> None:

@@ -158,7 +158,7 @@ def test_they_compute_what_loops_do(case: str) -> None:
 @pytest.mark.parametrize("experts", ["per_expert", "shared_outer", "shared"])
 @pytest.mark.parametrize("base", ["nvfp4", "int8"])
 def test_few_rows_are_multiplied_from_the_codes(base: str, experts: str) -> None:
-    """Of 24 rows and eight experts, as long as three rows each are few; in backward weights are decoded."""
+    """24 rows of eight experts are few as long as three rows each are; in backward weights are decoded."""
     calls = []
 
     def product(*arguments: Any) -> Tensor:

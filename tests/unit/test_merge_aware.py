@@ -274,7 +274,7 @@ def test_a_run_none_of_whose_adapters_can_be_merged_is_refused() -> None:
 
 
 def test_blocks_with_rows_of_two_linears_are_refused(tmp_path: Path) -> None:
-    """Of a checkpoint in few bits that has queries, keys and values in one matrix, 192 rows each."""
+    """A checkpoint in few bits has queries, keys and values in one matrix, 192 rows each."""
     config = Phi3Config(
         hidden_size=192, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2,

@@ -90,8 +90,8 @@ def test_passes_have_the_bits_of_merging_each_time(case: str, base: str) -> None
 
 @pytest.mark.parametrize("case", ["dense", "experts"])
 def test_the_base_comes_back_and_new_adapters_are_seen(case: str) -> None:
-    """Codes that are made again after an update are the new adapters'; with those of before they would have the losses
-    of before."""
+    """Codes that are made again after an update are the new adapters'; stale codes would give the losses from before
+    it."""
     model, weights = _model(case, "nvfp4"), WeightPlacement(Axis("dp_cp"))
     before, first = _parts(model), _losses(model)
     assert kept_bytes((model,), weights) == sum(one.memory.nbytes for one in merging_storages((model,)))

@@ -284,7 +284,7 @@ def test_a_teacher_has_decoded_products() -> None:
 
 
 def test_products_of_codes_are_counted() -> None:
-    """Of FP8 blocks all products of layers; of NVFP4 forward alone, where the gradient decodes into the scratch."""
+    """FP8 blocks have all products of layers so, NVFP4 those of forward: its gradient decodes into the scratch."""
     for base, parts in (("fp8_block", {"forward", "backward"}), ("nvfp4", {"forward"})):
         workload = replace(_in(base), rounds_inputs=True)
         found = kernel_times(workload, Layout(), MemoryPlan(), H200)
